@@ -210,8 +210,10 @@ def check_platform(
     ]
     session.log(f"{session.name}: lacks {'; '.join(lacking) or 'nothing'}")
     session.run("attn", "doctor", *on)
-    jobs = str(min(4, os.cpu_count() or 1))
-    session.run("attn", "check", *on, *(session.posargs or ["--jobs", jobs]))
+    options = list(session.posargs)
+    if not any(x.startswith(("--jobs", "--against")) for x in options):
+        options += ["--jobs", str(min(4, os.cpu_count() or 1))]
+    session.run("attn", "check", *on, *options)
     session.run("python", "-m", "pytest", "tests/device/test_hybrid.py", "-k", device)
 
 

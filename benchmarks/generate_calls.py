@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PACKED = "intel_amx, packed weights"  # as `attn generate` runs a model in bf16 on a CPU with AMX
+LINEAR = "intel_amx, linear layers too"  # as `attn generate` runs a model in bf16
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -60,12 +60,13 @@ def attending(model: Any, name: str) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        if name == PACKED:
-            from attn_core.integrations.transformers.packed import pack_linear, unpack_linear
-
-            stack.callback(unpack_linear, pack_linear(model))
         flags = Overrides(attention_backend=name.partition(",")[0])
-        stack.enter_context(enable(model, overrides=flags))
+        engine = stack.enter_context(enable(model, overrides=flags))
+        if name == LINEAR:
+            from attn_core.integrations.transformers import few_rows
+
+            changed = few_rows.speed_up_linear(model, engine.dispatcher.backend("decode"))
+            stack.callback(few_rows.slow_down_linear, changed)
         yield
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attn_core.integrations.transformers.engine import Engine
-from attn_core.integrations.transformers.packed import PackedLinear
 from attn_intel.cpu.backend import IntelAMX
 from attn_intel.cpu.library import LEVELS, load
+from attn_intel.cpu.linear import LinearOfFewRows
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
@@ -64,7 +64,7 @@ class Parts:
         """Time the parts of what is inside."""
         methods: tuple[tuple[type, str, str], ...] = (
             (nn.Linear, "forward", "linear layers"),
-            (PackedLinear, "forward", "linear layers"),
+            (LinearOfFewRows, "forward", "linear layers"),
             (IntelAMX, "_attend", "kernels"),
             (DynamicCache, "update", "around the kernels"),
             (Engine, "_begin", "around the kernels"),
@@ -113,7 +113,10 @@ def step_of(model: Any, ids: Tensor, mask: Tensor, new: int, name: str) -> dict[
 
 
 def floors(model: Any, batch: int, repeats: int = 5) -> dict[str, float]:
-    """Return what no attention changes: milliseconds of the products alone, and of reading once."""
+    """Return what no attention changes: milliseconds of the products alone, and of reading once.
+
+    products_ms: by torch; few_rows_ms: by intel_amx's linear layers of few rows.
+    """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     layers = [x for x in model.modules() if isinstance(x, nn.Linear)]
     rows = {n: torch.randn(batch, 1, n).to(model.dtype) for n in {x.in_features for x in layers}}
@@ -123,12 +126,17 @@ def floors(model: Any, batch: int, repeats: int = 5) -> dict[str, float]:
         for layer in layers:
             F.linear(rows[layer.in_features], layer.weight, layer.bias)
 
+    def few_rows() -> None:
+        for layer in layers:
+            LinearOfFewRows.forward(layer, rows[layer.in_features])  # type: ignore[arg-type]
+
     def read() -> None:
         for x in words:
             x.max()
 
     found = {"weights_mb": sum(x.weight.nbytes for x in layers) / 1e6}
-    for name, call in (("products_ms", products), ("reading_ms", read)):
+    calls = {"products_ms": products, "few_rows_ms": few_rows, "reading_ms": read}
+    for name, call in calls.items():
         call()
         seconds = []
         for _ in range(repeats):

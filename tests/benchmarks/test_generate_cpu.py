@@ -47,7 +47,7 @@ def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys
     [since] = result["tokens_per_s"].keys() - set(generate_cpu.CONTESTANTS)
     assert since.startswith("torch_native of ")
     assert result["tokens_as_sdpa"] == {
-        generate_calls.PACKED: [6, 6],
+        generate_calls.LINEAR: [6, 6],
         "intel_amx": [6, 6],
         "torch_native": [6, 6],
         since: [6, 6],

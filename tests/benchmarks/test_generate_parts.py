@@ -58,6 +58,7 @@ def test_parts_add_up_to_the_step(monkeypatch, tmp_path):
         assert sum(parts.values()) == pytest.approx(step)
     assert result["at_most"]["intel_amx"] > 1
     assert result["products_ms"] > 0
+    assert result["few_rows_ms"] > 0
     assert result["reading_ms"] > 0
     left = (nn.Linear.forward, IntelAMX._attend, AttentionInterface._global_mapping["sdpa"])
     assert left == replaced

@@ -1,5 +1,7 @@
 """intel_amx on this CPU: the suite at each level, mistakes that it finds, and its own edges."""
 
+import dataclasses
+import math
 import shutil
 import threading
 
@@ -25,6 +27,7 @@ from attn_core.testing.passes import run_case, run_ragged
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
 from attn_intel.cpu import build, library
+from attn_intel.cpu.backend import IntelAMX
 
 CPU = torch.device("cpu")
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx_bf16")
@@ -160,6 +163,100 @@ def test_a_mistake_in_the_source_is_seen(name, monkeypatch, tmp_path):
         for check in checks(*finders):
             with pytest.raises(CheckFailed):
                 run_check(check, spec(), CPU, arch="avx512")
+
+
+# mistakes of the wrapper: what it tells the kernels, or hands on of what they return
+
+
+def told(**changes):
+    """Change fields of every call, each by a function of the call."""
+
+    def mistake(monkeypatch):
+        real = IntelAMX._attend
+
+        def attend(self, call):
+            for name, change in changes.items():
+                setattr(call, name, change(call))
+            return real(self, call)
+
+        monkeypatch.setattr(IntelAMX, "_attend", attend)
+
+    return mistake
+
+
+def returned(change):
+    """Change the log-sum-exp."""
+
+    def mistake(monkeypatch):
+        real = IntelAMX._call
+
+        def call(self, *args):
+            result = real(self, *args)
+            return (result[0], change(result[1])) if isinstance(result, tuple) else result
+
+        monkeypatch.setattr(IntelAMX, "_call", call)
+
+    return mistake
+
+
+def cumulative_lengths(monkeypatch):
+    real = IntelAMX.init_forward_metadata
+
+    def views(self, batch):
+        return {
+            name: dataclasses.replace(
+                view,
+                seq_lens=view.seq_lens.cumsum(0, dtype=torch.int32).clamp_(max=view.max_seq_len),
+                seq_lens_host=None,
+            )
+            for name, view in real(self, batch).items()
+        }
+
+    monkeypatch.setattr(IntelAMX, "init_forward_metadata", views)
+
+
+WINDOW = ("window-4-bf16", "window-decode-bf16")
+PAGED = ("prefill-prefix-bf16", "decode-edges-bf16")
+LSE = ("lse-whole", "lse-decode")
+WRAPPED = {
+    "a window of one token more": (told(window=lambda x: x.window and x.window + 1), WINDOW),
+    "a window of one token less": (told(window=lambda x: max(x.window - 1, 0)), WINDOW),
+    "another layout": (
+        told(
+            k_token=lambda x: x.head_dim,
+            k_head=lambda x: x.head_dim * x.page_size,
+            v_token=lambda x: x.v_head_dim,
+            v_head=lambda x: x.v_head_dim * x.page_size,
+        ),
+        ("prefill-prefix-bf16-page16", "decode-edges-bf16-page16"),
+    ),
+    "no page offset": (told(table_row=lambda x: 0), ("mixed-bf16", "decode-edges-bf16")),
+    "the head dim's scale": (
+        told(scale=lambda x: x.head_dim**-0.5),
+        ("scale-large-bf16", "scale-small-bf16"),
+    ),
+    "cumulative lengths": (cumulative_lengths, ("mixed-bf16", "decode-edges-bf16")),
+    "no causal order": (told(causal=lambda x: 0), ("prefill-prefix-bf16",)),
+    "LSE to base 2": (returned(lambda x: x / math.log(2)), LSE),
+    "transposed LSE": (returned(lambda x: x.T.reshape(x.shape)), LSE),
+    "sinks dropped": (told(sinks=lambda x: None), ("sinks-bf16",)),
+    "scales of keys for values": (
+        told(v_scale=lambda x: x.scale * x.head_dim**0.5),
+        ("fp8-e4m3-scaled-bf16",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_mistake_in_the_wrapper_is_seen(name, monkeypatch):
+    mistake, finders = WRAPPED[name]
+    compiled()
+    for check in checks(*finders):
+        run_check(check, spec(), CPU, arch="avx512")
+    mistake(monkeypatch)
+    for check in checks(*finders):
+        with pytest.raises(CheckFailed):
+            run_check(check, spec(), CPU, arch="avx512")
 
 
 # what is ugly and legal

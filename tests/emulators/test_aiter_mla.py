@@ -3,6 +3,8 @@
 import functools
 import importlib
 import inspect
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,16 +168,29 @@ def _stale_lists(monkeypatch):
     monkeypatch.setattr(mla.AiterMLA, "init_forward_metadata_replay_cuda_graph", lambda *a: None)
 
 
-def _transposed_lse(monkeypatch):
-    real = mla.AiterMLA.forward_ragged
+def _cumulative_lengths(monkeypatch):
+    real = PageList.of.__func__
 
-    def forward(self, *args, **more):
-        result = real(self, *args, **more)
-        if not isinstance(result, tuple):
-            return result
-        return result[0], result[1].T.reshape(result[1].shape)
+    def pages(cls, view, page_size, kernel_page, size, **more):
+        total = view.seq_lens.cumsum(0, dtype=torch.int32).clamp_(max=view.max_seq_len)
+        size = int(total.sum())
+        return real(cls, replace(view, seq_lens=total), page_size, kernel_page, size, **more)
 
-    monkeypatch.setattr(mla.AiterMLA, "forward_ragged", forward)
+    monkeypatch.setattr(PageList, "of", classmethod(pages))
+
+
+def _lse(change):
+    def mistake(monkeypatch):
+        real = mla.AiterMLA.forward_ragged
+
+        def forward(self, *args, **more):
+            result = real(self, *args, **more)
+            return (result[0], change(result[1])) if isinstance(result, tuple) else result
+
+        monkeypatch.setattr(mla.AiterMLA, "forward_ragged", forward)
+
+    mistake.__name__ = "lse"
+    return mistake
 
 
 MISTAKES = [
@@ -183,7 +198,9 @@ MISTAKES = [
     (_scale_of_the_latent, ("mla-scale-large", "mla-decode-bf16-page16")),
     (_keys_without_their_scale, ("mla-fp8-e4m3-bf16-page16",)),
     (_stale_lists, ("graph-decode", "graph-chain")),
-    (_transposed_lse, ("mla-ragged-bf16", "prefix-in-chunks")),
+    (_cumulative_lengths, ("mla-decode-bf16-page16", "mla-mixed")),
+    (_lse(lambda x: x / math.log(2)), ("mla-ragged-bf16", "prefix-in-chunks")),
+    (_lse(lambda x: x.T.reshape(x.shape)), ("mla-ragged-bf16", "prefix-in-chunks")),
 ]
 
 

@@ -1,6 +1,7 @@
 """wave over emulated Wave: the suite, what is compiled, what would fail."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,17 @@ def _no_offset_within_a_page(monkeypatch):
     monkeypatch.setattr(PageList, "of", classmethod(pages))
 
 
+def _cumulative_lengths(monkeypatch):
+    real = PageList.of.__func__
+
+    def pages(cls, view, page_size, kernel_page, size, **more):
+        total = view.seq_lens.cumsum(0, dtype=torch.int32).clamp_(max=view.max_seq_len)
+        size = max(int(total.sum()), 1)
+        return real(cls, replace(view, seq_lens=total), page_size, kernel_page, size, **more)
+
+    monkeypatch.setattr(PageList, "of", classmethod(pages))
+
+
 def _new_tokens_twice(monkeypatch):
     monkeypatch.setattr(backend, "replace", lambda view, **changes: view)
 
@@ -137,6 +149,7 @@ def _stale_lists(monkeypatch):
 
 MISTAKES = [
     (_no_offset_within_a_page, ("mixed-bf16-page16", "decode-edges-bf16-page16")),
+    (_cumulative_lengths, ("mixed-bf16-page16", "decode-edges-bf16-page16")),
     (_new_tokens_twice, ("prefill-prefix-bf16", "mixed-bf16")),
     (_scale_of_the_head_dim, ("scale-large-bf16", "scale-small-bf16")),
     (_no_cap, ("softcap-bf16", "softcap-decode-bf16")),

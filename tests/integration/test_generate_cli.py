@@ -26,10 +26,13 @@ from attn_core.cache.memory import zeros  # noqa: E402
 from attn_core.cli import generate as generate_module  # noqa: E402
 from attn_core.errors import OutOfPagesError, UsageError  # noqa: E402
 from attn_core.integrations.transformers import chat as chat_module  # noqa: E402
-from attn_core.integrations.transformers import checkpoint, packed  # noqa: E402
+from attn_core.integrations.transformers import checkpoint  # noqa: E402
 from attn_core.integrations.transformers import generate as text_module  # noqa: E402
 from attn_core.integrations.transformers.generate import encode, generate, load  # noqa: E402
+from attn_core.runtime.backend import AttentionBackend  # noqa: E402
+from attn_core.selection.result import Overrides  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 WORDS = ["<pad>", "<unk>", "<end>", "user", "says", *(f"w{i}" for i in range(91))]
 PROMPT = "w1 w2 w3 w4"
@@ -134,19 +137,24 @@ def test_text_comes_token_by_token(model: Path) -> None:
     assert report.new_tokens == 6
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="torch has no bf16 products of oneDNN"
-)
-def test_packed_linear_layers_write_the_same_tokens(
+def test_a_models_linear_layers_are_those_of_the_backend(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = []
-    for gains in (True, False):
-        monkeypatch.setattr(packed, "_gains", lambda gains=gains: gains)
-        loaded = load(model, dtype="bf16").model
-        assert isinstance(loaded.lm_head, packed.PackedLinear) == gains
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return super().forward(x)
+
+    tokens, torch_native = [], Overrides(attention_backend="torch_native")
+    for kind in (None, Counting):
+        monkeypatch.setattr(AttentionBackend, "linear_class", lambda self, kind=kind: kind)
+        loaded = load(model, dtype="fp32", overrides=torch_native).model
+        assert type(loaded.lm_head) is (kind or nn.Linear)
         ids = torch.arange(5, 15)[None]
         tokens.append(loaded.generate(ids, max_new_tokens=8, do_sample=False))
+    assert Counting.calls
     assert torch.equal(*tokens)
 
 

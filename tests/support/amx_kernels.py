@@ -42,7 +42,7 @@ def at_level(monkeypatch, name, path=None):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "level", level)
         patch.setattr("attn_intel.cpu.backend.load", lambda: kernels)
-        yield
+        yield kernels
 
 
 def build_edited(monkeypatch, folder, *, source=None, levels=None):

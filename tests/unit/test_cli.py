@@ -12,9 +12,11 @@ import sys
 
 import pytest
 from attn_core import cli
+from attn_core.cli.backends import _entry
 from attn_core.cli.inputs import selection_inputs
 from attn_core.cli.options import InputFlags
 from attn_core.plugins.registry import Registry, load_plugins
+from attn_core.spec.device import Device
 
 ROWS = """
 from attn_core import BackendSpec, Capabilities, hookimpl
@@ -456,6 +458,15 @@ def test_libraries_decide_on_another_machine(data):
     assert data(*base, "--assume-installed", new)["prefill"] == "flashinfer"
     unknown = "flashinfer-python==0.7,triton"  # its wrappers' private fields may have other names
     assert data(*base, "--assume-installed", unknown)["prefill"] == "triton"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_plugins_own_library_without_a_version_is_found_or_not(compiled):
+    library = {"attn-intel-kernels": None} if compiled else {}
+    registry = load_plugins()
+    entry = _entry(registry, registry.get("intel_amx"), Device("cpu", "avx2"), library)
+    assert entry["libraries"] == {"attn-intel-kernels": "found" if compiled else None}
+    assert entry["usable"] == compiled
 
 
 def test_markup_in_texts_is_printed_as_it_is():

@@ -82,6 +82,26 @@ def test_padding_of_minus_one_is_not_written(store):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def test_tokens_of_a_known_form_are_written_again_without_checks():
+    cache, form = pool().layer(0), 1 << 40
+    k, v = tokens(5, 2, 32), tokens(5, 2, 16, seed=1)
+    write_kv(cache, k, v, SLOTS, form)
+    again = cache.launchers[form]
+    assert again(2 * k, 3 * v, SLOTS, 5)
+    found = read_kv(cache, SLOTS, torch.float32)
+    assert all(map(torch.equal, found, (2 * k, 3 * v)))
+    padded = SLOTS.clone()
+    padded[1] = -1
+    assert not again(k, v, padded, 5)  # it has no way with padding, and writes nothing
+    assert all(map(torch.equal, read_kv(cache, SLOTS, torch.float32), found))
+    memory = cache.k.clone()
+    cache.k.set_(memory.untyped_storage(), 0, memory.shape, memory.stride())
+    assert not again(k, v, SLOTS, 5)  # the rows lie elsewhere by now
+    write_kv(cache, k, v, SLOTS, form)
+    assert cache.launchers[form](4 * k, v, SLOTS, 5)
+    assert torch.equal(read_kv(cache, SLOTS, torch.float32)[0], 4 * k)
+
+
 def test_the_layout_is_what_it_says():
     k, v = tokens(1, 2, 32), tokens(1, 2, 16)
     for layout in ("NHD", "HND"):

@@ -55,9 +55,11 @@ def _entry(
     registry: Registry, spec: BackendSpec, here: Device, libraries: Libraries
 ) -> dict[str, Any]:
     groups = sorted({g for row in spec.capabilities for g in row.requires})
-    versions = {
-        w.name: libraries.get(canonicalize_name(w.name)) for g in groups for w in alternatives(g)
-    }
+    versions = {}
+    for name in (w.name for g in groups for w in alternatives(g)):
+        known = canonicalize_name(name)
+        # a plugin's own library may have no version
+        versions[name] = (libraries[known] or "found") if known in libraries else None
     reason = _reason(spec, here, libraries)
     return {
         "name": spec.name,

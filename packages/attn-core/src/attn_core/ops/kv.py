@@ -33,8 +33,8 @@ def write_kv(
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
     UsageError if only one of v and the V pool is present, and for shapes that do not fit.
-    form: a number of tensors like these, but for their addresses and the number of tokens: with
-    Triton cache.launchers then has what writes such tensors again, at addresses that 16 divides.
+    form: a number of tensors like these, but for their addresses and the number of tokens:
+    cache.launchers then may have what writes such tensors again, at addresses that 16 divides.
     """
     if k is None:
         return
@@ -98,6 +98,8 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: 
     if rows[1] and all(x.dtype == rows[1][0].dtype for x in new):
         for row, x in zip(rows[1], new, strict=True):
             row.index_copy_(0, slots, x.detach())
+        if form >= 0 and v is not None:
+            cache.launchers[form] = partial(_write_again, cache, *rows[1])
         return
     blocks = cache.block_scales or (None, None)
     sides = ((k, cache.k, blocks[0], cache.k_scale), (v, cache.v, blocks[1], cache.v_scale))
@@ -111,6 +113,25 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: 
         elif pool.dtype.itemsize == 1:
             x = to_fp8(x, pool.dtype, scale)
         put(pool, cache.layout, slots, x.to(pool.dtype))
+
+
+def _write_again(
+    cache: LayerCache,
+    keys: Tensor,
+    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    tokens: int,
+) -> bool:
+    """Write tensors of a known form into rows; False where they cannot be written so any more."""
+    assert cache.v is not None
+    moved = keys.data_ptr() != cache.k.data_ptr() or values.data_ptr() != cache.v.data_ptr()
+    if moved or slots.min().item() < 0:
+        return False
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
+    return True
 
 
 def _plain_rows(cache: LayerCache) -> tuple[Tensor, ...]:

@@ -190,6 +190,14 @@ class AttentionBackend(Backend):
         """
         return None
 
+    def linear_class(self) -> type[torch.nn.Linear] | None:
+        """Return a subclass of nn.Linear that is faster for few rows here; None: torch's own is.
+
+        It has the parameters of nn.Linear and computes the same, up to rounding. `attn generate`
+        gives it to the plain linear layers of a model.
+        """
+        return None
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded rows."""
         return 1

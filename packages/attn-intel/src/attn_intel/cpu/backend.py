@@ -27,6 +27,7 @@ from attn_core import (
 from torch import Tensor
 
 from attn_intel.cpu.library import Attention, load
+from attn_intel.cpu.linear import ROWS, LinearOfFewRows
 
 TYPES: Final = {  # `type` of the header
     torch.float32: 0,
@@ -63,6 +64,11 @@ class IntelAMX(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> Mapping[str, CacheView]:
         """Return the batch's views."""
         return batch.views
+
+    def linear_class(self) -> type[torch.nn.Linear] | None:
+        """Return LinearOfFewRows for a model in bf16, where the CPU has products of bfloat16."""
+        gains = self.config.dtype == "bf16" and self._level in ROWS
+        return LinearOfFewRows if gains else None
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""The compiled kernels: where they lie, and their one function as ctypes calls it."""
+"""The compiled kernels: where they lie, and their functions as ctypes calls them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,18 @@ class Attention(Structure):
     )
 
 
+class Linear(Structure):
+    """The arguments of one product of few rows, as source/attention.h has them."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "bias", "out", "parallel")),
+        *((name, c_int64) for name in ("rows", "inputs", "outputs")),
+        *((name, c_int32) for name in ("level", "threads")),
+    )
+
+
 class Kernels:
-    """The loaded library: the level of this CPU, and `attend`.
+    """The loaded library: the level of this CPU, `attend`, and `linear` from avx512_bf16 on.
 
     parallel: GOMP_parallel, None in a forked child of the process that loaded it: OpenMP's threads
     stay behind in the parent, and a child that counts on them waits for ever.
@@ -53,6 +63,8 @@ class Kernels:
         self.level = level
         self.attend = library.attn_attend
         self.attend.restype, self.attend.argtypes = c_int64, (POINTER(Attention),)
+        self.linear = library.attn_linear
+        self.linear.restype, self.linear.argtypes = None, (POINTER(Linear),)
         # torch has loaded its OpenMP for all: its threads are used, not a second pool of them
         run = getattr(CDLL(None), "GOMP_parallel", None)
         self.parallel = None if run is None else ctypes.cast(run, c_void_p).value

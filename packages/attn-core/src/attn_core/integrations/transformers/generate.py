@@ -34,7 +34,7 @@ from attn_core.integrations.transformers.checkpoint import (
     token_list,
 )
 from attn_core.integrations.transformers.engine import Engine, enable
-from attn_core.integrations.transformers.packed import packed
+from attn_core.integrations.transformers.few_rows import speed_up_linear
 from attn_core.integrations.transformers.pool_size import check_size
 from attn_core.integrations.transformers.select import select_for
 from attn_core.model_config import context_length, read_config, requirements_from_config
@@ -130,7 +130,7 @@ def load(
         kind = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
         model, warned = load_weights(kind, directory, path, dtype=weights, **files)
     step("moving the model")
-    model = packed(model.to(device).eval(), selection)
+    model = model.to(device).eval()
     for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         ends = token_list(path, said) if ends is None else ends
     pad = tokenizer.pad_token_id
@@ -138,10 +138,12 @@ def load(
     model.generation_config = GenerationConfig(
         eos_token_id=ends or None, pad_token_id=ends[0] if pad is None and ends else pad
     )
+    engine = enable(model, selection, num_pages=num_pages, adaptive=adaptive)
+    speed_up_linear(model, engine.dispatcher.backend("decode"))
     return TextModel(
         model=model,
         tokenizer=tokenizer,
-        engine=enable(model, selection, num_pages=num_pages, adaptive=adaptive),
+        engine=engine,
         context_length=context_length(keys),
         warnings=warned,
     )

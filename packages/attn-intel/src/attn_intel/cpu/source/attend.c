@@ -11,6 +11,9 @@
 #else
 #include "products.h"
 #endif
+#if PAIRS
+#include "linear.h"
+#endif
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)

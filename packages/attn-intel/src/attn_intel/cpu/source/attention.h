@@ -1,4 +1,4 @@
-/* The C interface of intel_amx's kernels: one call, over raw pointers, for one layer of a pass. */
+/* The C interface of intel_amx's kernels over raw pointers: one call for one layer of a pass. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -49,6 +49,20 @@ typedef struct {
     int64_t states, ready;
 } Item;
 
+/*
+ * A linear layer of few rows: out [rows, outputs] = x [rows, inputs] · weight [outputs, inputs]
+ * transposed + bias [outputs], all bfloat16 and dense; bias NULL: none. inputs: a multiple of 32.
+ */
+typedef struct {
+    const uint16_t *x, *weight, *bias;
+    uint16_t *out;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int64_t rows, inputs, outputs;
+    int32_t level, threads;
+} Linear;
+
+enum { OUTPUTS = 32 }; /* that a thread takes at a time */
+
 static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 /* Columns of an unfinished output: v_head_dim in whole vectors. */
@@ -67,3 +81,11 @@ extern uint16_t fp8_as_bf16[2][256]; /* of e4m3 and of e5m2, by their bits */
     void attend_##LEVEL(const Attention *a, const Item *item, char *scratch, float *states); \
     void merge_##LEVEL(const Attention *a, const Item *item, int head, float *states);
 FOR_LEVELS(DECLARE)
+
+/*
+ * Outputs [first, end) of all rows. turned: x as AMX multiplies by it, round_up(rows, 16) · inputs
+ * numbers that `turn_rows` has written before.
+ */
+void linear_avx512_bf16(const Linear *a, int64_t first, int64_t end);
+void linear_amx_bf16(const Linear *a, const uint16_t *turned, int64_t first, int64_t end);
+void turn_rows(const Linear *a, uint16_t *turned);

@@ -3,6 +3,7 @@
 #include <cpuid.h>
 #include <math.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -214,4 +215,35 @@ __attribute__((visibility("default"))) int64_t attn_attend(const Attention *a) {
     if (threads > 1 && a->parallel) a->parallel(work, &job, (unsigned)threads, 0);
     else if (threads) work(&job);
     return 0;
+}
+
+typedef struct {
+    const Linear *a;
+    uint16_t *turned;
+    int64_t each;
+    atomic_long next;
+} Share;
+
+static void work_linear(void *data) {
+    Share *share = data;
+    const Linear *a = share->a;
+    int64_t first; /* there may be fewer threads than shares */
+    while ((first = atomic_fetch_add(&share->next, share->each)) < a->outputs) {
+        int64_t end = first + share->each < a->outputs ? first + share->each : a->outputs;
+        if (share->turned) linear_amx_bf16(a, share->turned, first, end);
+        else linear_avx512_bf16(a, first, end);
+    }
+}
+
+/* Multiply; the level is AVX512_BF16 or AMX_BF16. Each thread reads its part of the weights. */
+__attribute__((visibility("default"))) void attn_linear(const Linear *a) {
+    int64_t threads = a->parallel ? a->threads : 1;
+    Share share = {a, NULL, round_up((a->outputs + threads - 1) / threads, OUTPUTS), 0};
+    threads = (a->outputs + share.each - 1) / share.each;
+    if (a->level == AMX_BF16) /* NULL: there is no memory, the other level needs none */
+        share.turned = aligned_alloc(64, 2 * round_up(a->rows, 16) * a->inputs);
+    if (share.turned) turn_rows(a, share.turned);
+    if (threads > 1) a->parallel(work_linear, &share, (unsigned)threads, 0);
+    else work_linear(&share);
+    free(share.turned);
 }

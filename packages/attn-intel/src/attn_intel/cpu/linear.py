@@ -1,0 +1,55 @@
+"""Linear layers in bf16 whose products of few rows read the weights once, where they lie."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn_intel.cpu.library import LEVELS, Linear, load
+
+ROWS: Final = {LEVELS.index("amx_bf16"): 32, LEVELS.index("avx512_bf16"): 8}  # torch has the rest
+COLUMNS: Final = 32  # inputs are a multiple of it
+
+
+class LinearOfFewRows(nn.Linear):
+    """nn.Linear for inference: the same weights and, up to rounding, the same numbers.
+
+    A step of a model with few requests does little but read the weights. torch copies them into
+    another order in every call. Anything but few dense rows in bf16 is left to torch.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., in_features] times the weights, plus the bias."""
+        parameters = self._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        if torch.compiler.is_compiling() or not _takes(x, weight, bias):
+            return F.linear(x, weight, bias)  # type: ignore[arg-type]  # as nn.Linear does
+        assert weight is not None
+        kernels, (outputs, inputs) = load(), weight.shape
+        out = x.new_empty((*x.shape[:-1], outputs))
+        call = Linear(
+            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), kernels.parallel, x.numel() // inputs, inputs, outputs, kernels.level,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        kernels.linear(byref(call))
+        return out
+
+
+def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    if type(x) is not Tensor or weight is None or torch.is_grad_enabled():
+        return False
+    inputs = weight.shape[1]
+    return (
+        0 < x.numel() <= ROWS.get(load().level, 0) * inputs
+        and x.shape[-1] == inputs
+        and not inputs % COLUMNS
+        and x.dtype is weight.dtype is torch.bfloat16
+        and (x.is_cpu and weight.is_cpu and x.is_contiguous() and weight.is_contiguous())
+        and (bias is None or (bias.dtype is x.dtype and bias.is_cpu and bias.is_contiguous()))
+        and not torch.is_autocast_enabled("cpu")
+    )
