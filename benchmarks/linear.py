@@ -1,12 +1,12 @@
 """Measure linear attention (GDN, KDA), our Triton kernels beside every installed peer, on a GPU.
 
 Run: `python -m benchmarks.linear [--only REGEX] [--peers NAMES] [--rounds N] [--seconds N]
-[--prepare-limit SECONDS]`. Each
-result is compared with the recurrence in float64 first. Contestants take turns; a time is the
-median over the rounds of medians with a cold L2, of plain calls and of replayed CUDA graphs. What a
-contestant raises is recorded, and the rest goes on. The file is written after each case. With
---only the other cases of an earlier file stay, if device and libraries are the same. The exit code
-is 1 where a result of ours is wrong.
+[--prepare-limit SECONDS] [--turns FILE]`. Each result is compared with the recurrence in float64
+first. Contestants take turns; a time is the median over the rounds of medians with a cold L2, of
+plain calls and of replayed CUDA graphs. What a contestant raises is recorded, and the rest goes on.
+The file is written after each case. With --only the other cases of an earlier file stay, if device
+and libraries are the same. With --turns several runs share a device: they compile side by side, and
+take turns to check and to time. The exit code is 1 where a result of ours is wrong.
 `--sweep NAME` times candidates of our own kernels instead, beside the peers that --peers names; it
 writes a file only with --out.
 """
@@ -32,10 +32,10 @@ from benchmarks.attention import device_name, versions
 from benchmarks.linear_cases import CASES, LinearCase, LinearInputs, build
 from benchmarks.linear_record import Record, best_us, describe, in_order, kept, rounded, text
 from benchmarks.peers.linear import LINEAR_PEERS, OURS, Call, LinearContestant, States
-from benchmarks.preparing import prepared
+from benchmarks.preparing import prepared, turn, usable
 from benchmarks.results import FOLDER, slug
 from benchmarks.sweep import SWEEPS, candidates
-from benchmarks.timing import Ceilings, CudaTimer, Timer, measure_ceilings, timer_for
+from benchmarks.timing import Ceilings, CudaTimer, Timer, host_us, measure_ceilings, timer_for
 
 TOLERANCE = 1e-2  # of the root mean square, bf16 inputs
 
@@ -49,6 +49,7 @@ class Entrant:
     replay: Callable[[], object] | None
     plain_us: list[float] = field(default_factory=list)
     graph_us: list[float] = field(default_factory=list)
+    states: States | None = None
 
 
 def rms_error(got: Tensor, want: Tensor) -> float:
@@ -88,39 +89,39 @@ def captured(record: Record, call: Call) -> Callable[[], object] | None:
     return graph.replay
 
 
-def host_us(call: Call, calls: int = 20) -> float:
-    """Return the microseconds of the host to queue a call."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
 def entrant(
-    contestant: LinearContestant, inputs: LinearInputs, timer: Timer, limit_s: float | None
+    contestant: LinearContestant, inputs: LinearInputs, limit_s: float | None
 ) -> Entrant | Record:
-    """Prepare and check one contestant; return its record alone if it cannot be timed."""
+    """Prepare one contestant; return its record alone if it cannot be called."""
     record: Record = {"name": contestant.name}
 
-    def prepare() -> Call:
-        call, states = contestant.prepare(inputs, contestant.load())
-        check(record, inputs, call, states)
-        return call
+    def prepare() -> tuple[Call, States | None]:
+        module = contestant.load()
+        contestant.prepare(inputs, module)[0]()  # compiles; its states are left alone from here on
+        return contestant.prepare(inputs, module)
 
     start = time.perf_counter()
     try:
-        call = prepared(contestant.name, prepare, limit_s)
+        call, states = prepared(contestant.name, prepare, limit_s)
     except Exception as raised:  # another project's code may raise anything: record it, go on
         return record | {"error": text(raised)}
     record["prepare_s"] = round(time.perf_counter() - start, 1)
-    replay = captured(record, call) if isinstance(timer, CudaTimer) else None
-    return Entrant(record, call, replay)
+    return Entrant(record, call, None, states=states)
+
+
+def check_and_capture(x: Entrant, inputs: LinearInputs, timer: Timer) -> None:
+    """Check a contestant, and capture its call for a GPU."""
+    try:
+        check(x.record, inputs, x.call, x.states)
+        x.replay = captured(x.record, x.call) if isinstance(timer, CudaTimer) else None
+    except Exception as raised:
+        x.record["error"] = text(raised)
 
 
 def time_rounds(ready: Sequence[Entrant], timer: Timer, rounds: int) -> None:
     """Time all in turn, the order turned by one each round, and record the medians."""
-    for turn in range(rounds):
-        at = turn % max(1, len(ready))
+    for lap in range(rounds):
+        at = lap % max(1, len(ready))
         for x in (*ready[at:], *ready[:at]):
             if "error" in x.record:
                 continue
@@ -128,7 +129,7 @@ def time_rounds(ready: Sequence[Entrant], timer: Timer, rounds: int) -> None:
                 x.plain_us.append(timer.measure(x.call).us)
                 if x.replay is not None:
                     x.graph_us.append(timer.measure(x.replay).us)
-                if not turn:
+                if not lap:
                     x.record["host_us"] = host_us(x.call)
             except Exception as raised:
                 x.record["error"] = text(raised)
@@ -148,6 +149,7 @@ def measure(
     rounds: int,
     deadline: float,
     prepare_limit_s: float | None = None,
+    turns: pathlib.Path | None = None,
 ) -> Record:
     """Return the record of a case: one entry per contestant that takes it, ours first."""
     inputs = build(case, device)
@@ -159,11 +161,14 @@ def measure(
         if time.monotonic() > deadline:
             entries.append({"name": contestant.name, "error": "not measured: --seconds is over"})
             continue
-        got = entrant(contestant, inputs, timer, prepare_limit_s)
+        got = entrant(contestant, inputs, prepare_limit_s)
         entries.append(got.record if isinstance(got, Entrant) else got)
         if isinstance(got, Entrant):
             ready.append(got)
-    time_rounds(ready, timer, rounds)
+    with turn(turns):
+        for x in ready:
+            check_and_capture(x, inputs, timer)
+        time_rounds(ready, timer, rounds)
     floor = ceilings.floor_us(case.bytes, case.flops)
     for record in entries:
         if (spent := best_us(record)) is not None:
@@ -191,15 +196,6 @@ def ratios(result: Record) -> dict[str, float]:
     return {f"{x} / {best}": rounded(times[x] / times[best]) for x in others}
 
 
-def usable(device: torch.device) -> bool:
-    """Say whether the device still computes: a contestant may have left it unusable."""
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        return False
-    return True
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
@@ -209,6 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=1e9, help="begin nothing new after this long")
     add("--prepare-limit", type=float, metavar="SECONDS", help="of one contestant (default: none)")
+    add("--turns", type=pathlib.Path, metavar="FILE", help="hold its lock to check and to time")
     add("--device", default="cuda")
     default = "benchmarks/results/linear.….json; of a sweep none"
     add("--out", type=pathlib.Path, help=f"the JSON (default: {default})")
@@ -244,8 +241,9 @@ def main(
     cases = [case for case in cases if re.search(args.only, case.name)]
     contestants = chosen(args) if contestants is None else contestants
     torch.set_grad_enabled(False)
-    timer = timer_for(device)
-    ceilings = measure_ceilings(timer, device)
+    with turn(args.turns):
+        timer = timer_for(device)
+        ceilings = measure_ceilings(timer, device)
     name = device_name(device)
     out: pathlib.Path = args.out or FOLDER / f"linear.{slug(name)}.json"
     report: Record = {
@@ -268,6 +266,7 @@ def main(
             got = measure(
                 case, contestants, device=device, timer=timer, ceilings=ceilings,
                 rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit,
+                turns=args.turns,
             )  # fmt: skip
         except RuntimeError as raised:  # out of memory, before any contestant
             got = {"name": case.name, "entries": [{"name": "inputs", "error": text(raised)}]}

@@ -1,17 +1,20 @@
-"""Preparing a contestant: say when it begins and ends, and end what takes too long."""
+"""Preparing a contestant: say when it begins and ends, end what takes too long, wait for a turn."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
+
+import torch
 
 _T = TypeVar("_T")
 STACKS_S = 60.0  # of preparing, after which the stacks of all threads are printed, and again
@@ -88,3 +91,23 @@ def children() -> set[int]:
 def say(line: str) -> None:
     """Print a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def turn(file: pathlib.Path | None) -> Iterator[None]:
+    """Hold the lock of a file, if one is named: the device is this run's alone meanwhile."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as opened:  # closing gives the lock back
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def usable(device: torch.device) -> bool:
+    """Say whether the device still computes: a contestant may have left it unusable."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True

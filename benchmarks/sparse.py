@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from benchmarks.attention import device_name, versions
-from benchmarks.linear import Entrant, captured, time_rounds, usable
+from benchmarks.linear import Entrant, captured, time_rounds
 from benchmarks.linear_record import Record, best_us, describe, kept, rounded, text
 from benchmarks.peers.selections import way
 from benchmarks.peers.sparse import CONTESTANTS, Call, SparseContestant, compile_topk
-from benchmarks.preparing import prepared
+from benchmarks.preparing import prepared, usable
 from benchmarks.results import FOLDER, slug
 from benchmarks.sparse_cases import CASES, STORES, SparseCase, SparseInputs, build
 from benchmarks.sparse_check import check

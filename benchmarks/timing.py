@@ -168,3 +168,11 @@ def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
         copy_gbs=2 * source.nbytes / copy.us / 1e3,
         matmul_tflops=2 * side**3 / product.us / 1e6,
     )
+
+
+def host_us(call: Call, calls: int = 20) -> float:
+    """Return the microseconds of the host to queue a call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6

@@ -1,6 +1,7 @@
 """Linear attention's benchmark: inputs fit each contestant, and none of them ends a run."""
 
 import contextlib
+import fcntl
 import json
 import sys
 import time
@@ -214,6 +215,43 @@ def test_only_keeps_the_other_cases_of_a_record(tmp_path):
     assert [x["commit"] for x in record["cases"]] == ["older", record["versions"]["commit"]]
     with pytest.raises(SystemExit, match=r"rounds 2, here 1"):
         run(tmp_path, cases, "--only", "decode", "--peers", "none", "--rounds", "1")
+
+
+def test_runs_that_share_a_device_take_turns(tmp_path, monkeypatch):
+    """What checks and times holds the lock, what prepares does not."""
+    lock, seen = tmp_path / "turns", set()
+
+    def held():
+        with lock.open("w") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def watched(inputs, _):
+        seen.add(("prepare", held()))
+        return lambda: inputs.reference[0], None
+
+    def noting(name):
+        own = getattr(linear, name)
+
+        def noted(*args, **more):
+            seen.add((name, held()))
+            return own(*args, **more)
+
+        monkeypatch.setattr(linear, name, noted)
+
+    for name in ("check", "time_rounds", "measure_ceilings"):
+        noting(name)
+    case = LinearCase(op="decode", batch=2, **SMALL)
+    _, record = run(
+        tmp_path, [case], "--turns", str(lock), contestants=[contestant("ours", watched)]
+    )
+    assert record["cases"][0]["entries"][0]["us"] == 10.0
+    names = ("check", "time_rounds", "measure_ceilings")
+    assert seen == {("prepare", False), *((name, True) for name in names)}
+    assert not held()
 
 
 def test_commit_has_a_peer_that_is_always_there(tmp_path):

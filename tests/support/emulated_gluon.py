@@ -50,7 +50,7 @@ class Pointer:
         return found
 
 
-def gl_load(ptr, mask=None, other=0.0, volatile=False):
+def gl_load(ptr, mask=None, other=0.0, volatile=False, cache_modifier=""):
     offset = torch.as_tensor(ptr.offset)
     if mask is None:
         return ptr.flat[offset.long()]

@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_channel
 from attn_core.backends.triton.linear.hopper.ahead import forget, wait_ready
-from attn_core.backends.triton.linear.hopper.fused_solve import zero_rows
-from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
+from attn_core.backends.triton.linear.hopper.chain import carry
+from attn_core.backends.triton.linear.hopper.scan import write_outputs
 from attn_core.backends.triton.linear.hopper.solve import CHUNK, A, barrier
 
-W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WIDE_BYTES = gl.constexpr(64 * 128 * 2)  # of a chunk's keys
 HALF_BYTES = gl.constexpr(64 * 64 * 2)  # of T, or of half its values
 
@@ -40,11 +39,12 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
     Rows behind a request are copied too. TMA fills a tile, and threads the factors.
     """
     keys, queries, maps, work, ready, request, hv, tile = loaded
-    carries, k_tile, v_tile, T_tile, f_tile, o_tile = keys
+    carries, k_tile, v_tile, T_tile, f_tile, d_tile, o_tile = keys
     writes, q_tile, P_tile, g_tile = queries
     k_map, q_map, v_map, T_map, o_map = maps
     begin, tokens, first, num_chunks = request
     f = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    g = gl.arange(0, CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
     for j in range(num_chunks):
         row = begin + j * CHUNK
         at = (first + j) * C.HV + hv
@@ -69,9 +69,9 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
         else:
             mbarrier.expect(full, WIDE_BYTES + 2 * HALF_BYTES)
             ends = factors + gl.where(f < CHUNK, f, f + CHUNK)
-            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage), ends)
-            decay = work.decay + chunk + 0 * f
-            async_copy.async_copy_global_to_shared(f_tile.index(2 * stage + 1), decay)
+            async_copy.async_copy_global_to_shared(f_tile.index(stage), ends)
+            decay = work.decay + chunk + gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))
+            async_copy.async_copy_global_to_shared(d_tile.index(stage), decay)
         copy(full, k_tile.index(stage), k_map, row_in, column)
         copy(full, v_tile.index(stage), v_map, row, hv * C.V + tile * 64)
         copy(full, T_tile.index(stage), T_map, at * (2 * CHUNK), 0)
@@ -83,139 +83,71 @@ def load_chunks(loaded, AHEAD: gl.constexpr, C: gl.constexpr):
         copy(full, q_tile.index(stage), q_map, row_in, column)
         copy(full, P_tile.index(stage), T_map, at * (2 * CHUNK) + CHUNK, 0)
         if not C.PER_CHANNEL:
-            async_copy.async_copy_global_to_shared(g_tile.index(stage), factors + CHUNK + f)
+            async_copy.async_copy_global_to_shared(g_tile.index(stage), factors + CHUNK + g)
             async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
-def hand_over(hand, x_tile, j, x):
-    """Leave what P is multiplied by: updates, or with a decay per channel what they are made of."""
-    x_tile.index(hand.stage(j)).store(x)
+def keep_outputs(y_tile, y):
+    """Leave outputs where TMA takes them from, as soon as it has taken those before."""
+    tma.store_wait(0)
+    barrier()
+    y_tile.permute((1, 0)).store(y.to(y_tile.dtype))
     hopper.fence_async_shared()
-    mbarrier.arrive(hand.full.index(hand.stage(j)), count=1)
-
-
-@gluon.jit
-def carry(carried, C: gl.constexpr):
-    """Carry 64 rows of a state through a request's chunks, and leave what the outputs need."""
-    keys, handed, states, slots, checkpoints, request, b, hv, tile = carried
-    ring, k_tile, v_tile, T_tile, f_tile, o_tile = keys
-    hand, state_tile, x_tile = handed
-    begin, tokens, first, num_chunks = request
-    dtype: gl.constexpr = v_tile.dtype
-    AX: gl.constexpr = gl.DotOperandLayout(0, A, 2)
-    WX: gl.constexpr = gl.DotOperandLayout(0, W, 2)
-    zero = gl.full([64, 64], 0.0, gl.float32, A)
-    row = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, W))
-    column = gl.arange(0, C.K, gl.SliceLayout(0, W))
-    at = (hv * C.V + row)[:, None] * C.K + column[None, :]
-    S = load_state(states, slots, b, at, C)
-    if num_chunks > 0:
-        ring.wait_full(0)
-    for j in range(num_chunks):
-        stage = ring.stage(j)
-        left = tokens - j * CHUNK
-        if left < CHUNK:
-            zero_rows(k_tile, stage, left, 0, 2)
-            zero_rows(v_tile, stage, left, 0, 1)
-            if C.PER_CHANNEL:
-                zero_rows(o_tile, stage, left, 0, 2)
-            hopper.fence_async_shared()
-            barrier()
-        rounded = S.to(dtype)
-        state = gl.convert_layout(rounded, AX)
-        k = k_tile.index(stage)
-        sk = hopper.warpgroup_mma(state, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if j > 0:
-            ring.release(j - 1)
-        hand.wait_free(j)
-        state_tile.index(hand.stage(j)).store(rounded)
-        x = v_tile.index(stage).permute((1, 0)).load(A).to(gl.float32)
-        if C.PER_CHANNEL:
-            sk, _ = hopper.warpgroup_mma_wait(0, deps=[sk, state])
-            x = x - sk
-            k = o_tile.index(stage)
-        else:
-            factors = f_tile.index(2 * stage)
-            f_in = factors.slice(0, 64).load(gl.SliceLayout(0, A))
-            decay = f_tile.index(2 * stage + 1).slice(0, 64).load(gl.SliceLayout(1, W))[:, None]
-            sk, _ = hopper.warpgroup_mma_wait(0, deps=[sk, state])
-            x = x - sk * f_in[None, :]
-        x = x.to(dtype)
-        update = gl.convert_layout(x, AX)
-        T = T_tile.index(stage).permute((1, 0))
-        u = hopper.warpgroup_mma(update, T, zero, use_acc=False, is_async=True)
-        S = hopper.warpgroup_mma_wait(1, deps=[S])  # no wait: S fades while the product runs
-        if C.PER_CHANNEL:
-            S = S * f_tile.index(stage).load(gl.SliceLayout(0, W))[None, :]
-            hand_over(hand, x_tile, j, x)
-            u, S, _ = hopper.warpgroup_mma_wait(0, deps=[u, S, update])
-        else:
-            S = S * decay
-            f_out = factors.slice(64, 64).load(gl.SliceLayout(0, A))
-            u, S, _ = hopper.warpgroup_mma_wait(0, deps=[u, S, update])
-        x = u.to(dtype)
-        if not C.PER_CHANNEL:
-            u = u * f_out[None, :]
-        u = gl.convert_layout(u.to(dtype), WX)
-        S = hopper.warpgroup_mma(u, k, S, is_async=True)
-        if not C.PER_CHANNEL:
-            hand_over(hand, x_tile, j, x)
-        if j + 1 < num_chunks:  # while the product runs
-            ring.wait_full(j + 1)
-        S, _ = hopper.warpgroup_mma_wait(0, deps=[S, u])
-        if C.CHECKPOINTS:
-            kept = gl.load(checkpoints + first + j).to(gl.int64)
-            if kept >= 0:
-                target = states.ptr + kept * states.slot_stride + at
-                gl.store(target, S.to(states.ptr.dtype.element_ty))
-    write = gl.load(slots.write + b).to(gl.int64)
-    if (write >= 0) & (gl.load(slots.read + b) >= 0):
-        target = states.ptr + write * states.slot_stride + at
-        gl.store(target, S.to(states.ptr.dtype.element_ty))
+    barrier()
 
 
 @gluon.jit
 def write_chunks(written, C: gl.constexpr):
     """Compute the outputs of each chunk, from the state before it and its updates.
 
-    They take the place of P, from where TMA writes them while the next chunk begins: states and
-    updates are given back at once, since the chain waits for their place. Those of a last chunk of
-    fewer tokens are written by threads.
+    A chunk's product with its state is begun with the last one of the chunk before, whose outputs
+    are written meanwhile. Those of a last chunk of fewer tokens are written by threads.
     """
-    queries, handed, out_map, out, request, hv, tile = written
+    queries, handed, y_tile, out_map, out, request, hv, tile = written
     ring, q_tile, P_tile, g_tile = queries
     hand, state_tile, x_tile = handed
     begin, tokens, first, num_chunks = request
     zero = gl.full([64, 64], 0.0, gl.float32, A)
-    for j in range(num_chunks):
-        stage = ring.stage(j)
-        at = hand.stage(j)
-        ring.wait_full(j)
-        hand.wait_full(j)
-        q = q_tile.index(stage).permute((1, 0))
-        y = hopper.warpgroup_mma(state_tile.index(at), q, zero, use_acc=False, is_async=True)
-        P = P_tile.index(stage).permute((1, 0))
-        if C.PER_CHANNEL:
-            y = hopper.warpgroup_mma_wait(0, deps=[y])
-        else:
-            f_q = g_tile.index(stage).slice(0, 64).load(gl.SliceLayout(0, A))
-            y = hopper.warpgroup_mma_wait(0, deps=[y])
-            y = y * f_q[None, :]
-        y = hopper.warpgroup_mma(x_tile.index(at), P, y, is_async=True)
+    column = hv * C.V + tile * 64
+    if num_chunks > 0:
+        ring.wait_full(0)
+        hand.wait_full(0)
+        q = q_tile.index(0).permute((1, 0))
+        y = hopper.warpgroup_mma(state_tile.index(0), q, zero, use_acc=False, is_async=True)
         y = hopper.warpgroup_mma_wait(0, deps=[y])
-        hand.release(j)
-        if j > 0:
-            tma.store_wait(0)
+        hand.release(0)
+        if not C.PER_CHANNEL:
+            y = y * g_tile.index(0).load(gl.SliceLayout(0, A))[None, :]
+        for j in range(1, num_chunks):
+            stage = ring.stage(j)
+            at = hand.stage(j)
+            ring.wait_full(j)
+            hand.wait_full(j)
+            P = P_tile.index(ring.stage(j - 1)).permute((1, 0))
+            y = hopper.warpgroup_mma(x_tile.index(at), P, y, is_async=True)
+            q = q_tile.index(stage).permute((1, 0))
+            after = hopper.warpgroup_mma(
+                state_tile.index(at), q, zero, use_acc=False, is_async=True
+            )
+            y = hopper.warpgroup_mma_wait(1, deps=[y])
+            keep_outputs(y_tile, y)
+            tma.async_copy_shared_to_global(out_map, [begin + (j - 1) * CHUNK, column], y_tile)
+            after = hopper.warpgroup_mma_wait(0, deps=[after])
+            hand.release(j)
             ring.release(j - 1)
-        barrier()  # all warps' products have read P
-        y_tile = P_tile.index(stage)
-        y_tile.permute((1, 0)).store(y.to(x_tile.dtype))
-        hopper.fence_async_shared()
-        barrier()
-        row, left = begin + j * CHUNK, tokens - j * CHUNK
+            y = after
+            if not C.PER_CHANNEL:
+                y = y * g_tile.index(stage).load(gl.SliceLayout(0, A))[None, :]
+        last = num_chunks - 1
+        hand.wait_full(num_chunks)
+        P = P_tile.index(ring.stage(last)).permute((1, 0))
+        x = x_tile.index(hand.stage(num_chunks))
+        y = hopper.warpgroup_mma(x, P, y, is_async=True)
+        y = hopper.warpgroup_mma_wait(0, deps=[y])
+        keep_outputs(y_tile, y)
+        row, left = begin + last * CHUNK, tokens - last * CHUNK
         if left >= CHUNK:
-            column = hv * C.V + tile * 64
             tma.async_copy_shared_to_global(out_map, [row, column], y_tile)
         else:
             write_outputs(y_tile, out, row, hv, tile, left)
@@ -253,15 +185,16 @@ def scan_alone(
     v_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 64], SQUARE)
     T_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, CHUNK], SQUARE)
     o_tile = k_tile
-    FACTORS: gl.constexpr = STAGES if C.PER_CHANNEL else 2 * STAGES
     if C.PER_CHANNEL:
         o_tile = gl.allocate_shared_memory(T, [STAGES, CHUNK, 128], WIDE)
-    f_tile = gl.allocate_shared_memory(gl.float32, [FACTORS, 128], PLAIN)
+    f_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 128], PLAIN)
+    d_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 1], PLAIN)
     q_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, 128], WIDE)
     P_tile = gl.allocate_shared_memory(T, [QUERIES, CHUNK, CHUNK], SQUARE)
-    g_tile = gl.allocate_shared_memory(gl.float32, [QUERIES, 128], PLAIN)
+    g_tile = gl.allocate_shared_memory(gl.float32, [QUERIES, CHUNK], PLAIN)
     state_tile = gl.allocate_shared_memory(T, [HANDED, 64, 128], WIDE)
     x_tile = gl.allocate_shared_memory(T, [HANDED, 64, CHUNK], SQUARE)
+    y_tile = gl.allocate_shared_memory(T, [CHUNK, 64], SQUARE)
     carries = new_channel(k_tile, STAGES)
     writes = new_channel(q_tile, QUERIES)
     hand = new_channel(state_tile, HANDED)
@@ -269,11 +202,11 @@ def scan_alone(
     init_barriers((writes,), 1 if C.PER_CHANNEL else 129, 1)
     init_barriers((hand,), 1, 1)
     hopper.fence_async_shared()
-    keys = (carries, k_tile, v_tile, T_tile, f_tile, o_tile)
+    keys = (carries, k_tile, v_tile, T_tile, f_tile, d_tile, o_tile)
     queries = (writes, q_tile, P_tile, g_tile)
     handed = (hand, state_tile, x_tile)
     carried = (keys, handed, states, slots, checkpoints, request, b, hv, tile)
-    written = (queries, handed, out_map, out, request, hv, tile)
+    written = (queries, handed, y_tile, out_map, out, request, hv, tile)
     maps = (k_map, q_map, v_map, T_map, o_map)
     loaded = (keys, queries, maps, work, ready, request, hv, tile)
     gl.warp_specialize(
