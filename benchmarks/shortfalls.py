@@ -101,7 +101,7 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "it; short prompts have few tiles for the GPU's processors.",
     ),
     "rows": (
-        r"^(verify|decode|fp[48]) ",
+        r"^(verify|decode|fp[48]|stores\S*) ",
         "Not found: the keys are read at nearly the rate of the peer.",
     ),
 }  # fmt: skip

@@ -18,10 +18,11 @@ def fits_tile(rows: int) -> bool:
 def shared_tile_rows(rows: int, v_head_dim: int, store: str, tree: bool) -> int:
     """Return the rows of a tile that requests of so many query rows a KV head fill together.
 
-    Over FP8 the products and exponentials of rows that nobody has bound a program, where keys of a
-    request alone are read: tiles are no larger than two requests need. store: the dtype of a cache.
+    Over FP8 and FP4 the products and exponentials of rows that nobody has bound a program, where
+    keys of a request alone are read: tiles are no larger than two requests need. store: the dtype
+    of a cache.
     """
-    if not store.startswith("fp8") or v_head_dim > 256 or tree:
+    if not store.startswith(("fp8", "fp4")) or v_head_dim > 256 or tree:
         return SHARED_TILE_ROWS
     return min(SHARED_TILE_ROWS, max(16, 1 << (2 * rows - 1).bit_length()))
 

@@ -118,7 +118,11 @@ def decode_launch(
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if fp4:
-        launch = of_fp4(launch, arch, head_dim, v_dim, usual=not (shared or tree))
+        launch = of_fp4(launch, arch, head_dim, v_dim, usual=not tree)
+    elif arch == "sm90" and store_bytes == 1 and v_dim > 256 and not (shared or tree):
+        # one program fits a processor; tried on an NVIDIA H100 beside nine other launches
+        few = launch.block_m == 16
+        launch = replace(launch, block_n=128 if few else 64, ctas_per_sm=1)
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
         warps = 8 if small and store_bytes == 1 else 4
