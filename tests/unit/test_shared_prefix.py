@@ -128,10 +128,11 @@ def test_stores(store, monkeypatch):
     attend(Sharers(layer, [150, 180, 201], [0, 9, 9], page=16, dtype=dtype, store=store))
 
 
-def test_over_fp8_a_tile_is_as_large_as_two_requests_need():
-    tiles = [shared_tile_rows(rows, 128, "fp8_e4m3", False) for rows in (1, 4, 8, 9, 16, 32)]
-    assert tiles == [16, 16, 16, 32, 32, 64]
-    others = [("bf16", 128, False), ("fp4_e2m1", 128, False), ("fp8_e4m3", 512, False)]
+def test_over_fp8_and_fp4_a_tile_is_as_large_as_two_requests_need():
+    for store in ("fp8_e4m3", "fp4_e2m1"):
+        tiles = [shared_tile_rows(rows, 128, store, False) for rows in (1, 4, 8, 9, 16, 32)]
+        assert tiles == [16, 16, 16, 32, 32, 64]
+    others = [("bf16", 128, False), ("fp8_e4m3", 512, False)]
     others.append(("fp8_e4m3", 128, True))  # trees
     assert {shared_tile_rows(4, v_dim, store, tree) for store, v_dim, tree in others} == {64}
 
