@@ -5,18 +5,7 @@ import importlib
 import pytest
 import torch
 from attn_core.errors import UnsupportedError
-from mla_passes import Pass, put_in
-
-# the query lens and seq lens of passes with a query whose own key begins a block of 64, and whose
-# heads lie in two of the kernels' tiles
-BETWEEN_TILES = [
-    (128, (1, 0), (1, 1)),
-    (128, (0, 1), (129, 1)),
-    (128, (0, 1, 0), (5, 65, 0)),
-    (128, (2, 0, 0, 0), (66, 3, 1, 0)),
-    (20, (9, 0, 7), (67, 4, 129)),
-    (96, (2, 4), (65, 67)),
-]
+from mla_passes import BETWEEN_TILES, Pass, put_in
 
 
 @pytest.mark.parametrize(("heads", "queries", "keys"), BETWEEN_TILES)
