@@ -14,6 +14,16 @@ from attn_core.testing.inputs import Point
 from attn_core.testing.passes import attend, compare, create, prepared
 
 FLASHINFER = {"flashinfer-python": "0.6.14"}
+# Heads, query lens and seq lens of passes with a query whose own key begins a block of 64, and
+# whose heads lie in two tiles of FlashInfer's kernels.
+BETWEEN_TILES = [
+    (128, (1, 0), (1, 1)),
+    (128, (0, 1), (129, 1)),
+    (128, (0, 1, 0), (5, 65, 0)),
+    (128, (2, 0, 0, 0), (66, 3, 1, 0)),
+    (20, (9, 0, 7), (67, 4, 129)),
+    (96, (2, 4), (65, 67)),
+]
 CASES = {case.feature: case for case in LATENT} | RELATED["mla"]
 
 
@@ -40,13 +50,24 @@ def put_in(arch):
 class Pass:
     """A pass of the suite on one row of a backend.
 
-    case: the name of a case, changed by `changes`. phase and store pick the row.
+    case: the name of a case, changed by `changes`. phase and store pick the row. device: "cpu" has
+    the emulated libraries, "cuda" the real ones.
     """
 
     def __init__(
-        self, backend, case, *, arch="sm90", page_size=64, phase="decode", dtype="bf16", **changes
+        self,
+        backend,
+        case,
+        *,
+        arch="sm90",
+        page_size=64,
+        phase="decode",
+        dtype="bf16",
+        device="cpu",
+        **changes,
     ):
-        put_in(arch)
+        if device == "cpu":
+            put_in(arch)
         spec = load_plugins().get(backend)
         self.case = dataclasses.replace(CASES[case], **changes)
         store = dtype if self.case.kv_dtype == "auto" else self.case.kv_dtype
@@ -59,7 +80,7 @@ class Pass:
             and phase in {p.value for p in r.phases}
         )
         self.point = Point(dtype=dtype, page_size=page_size)
-        self.bench = Bench(spec=spec, row=self.row, torch_device=torch.device("cpu"), arch=arch)
+        self.bench = Bench(spec=spec, row=self.row, torch_device=torch.device(device), arch=arch)
         self.inputs, self.right = prepared(self.bench, self.case, self.point)
 
     def backend(self):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from attn_core import (
     DECODE_MODES,
     TORCH_DTYPES,
@@ -18,6 +19,7 @@ from attn_core import (
     LayerGroup,
     Output,
     align16,
+    copy_to_out,
     empty_attention,
     refuse_call,
     refuse_layer,
@@ -37,6 +39,7 @@ from attn_nvidia.flashinfer.mla_plan import (
     Wrapper,
     Wrappers,
     host_lengths,
+    kernel_heads,
     plan_absorbed,
     plan_ragged,
     refuse_too_many,
@@ -100,13 +103,14 @@ class FlashInferMLA(AttentionBackend):
             view = batch.views.get(group.view)
             if view is None:
                 continue
-            refuse_too_many(batch, group.num_q_heads)
+            heads = kernel_heads(batch, group.num_q_heads)
             if group.view not in known:
                 keys, size = key_lengths(view), self.config.page_size
                 table = adjacent(view.page_table, keys, size, captured=captured)
                 qo_indptr, kv_indptr, kv_len = host_lengths(batch, keys, table)
                 known[group.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
-            shape = (group.num_q_heads, LATENT, ROPE, self.config.page_size)
+            refuse_too_many(batch.num_tokens, len(known[group.view][-1]), heads)
+            shape = (heads, LATENT, ROPE, self.config.page_size)
             yield (group, scale), (*known[group.view], *shape, causal, scale, *dtypes)
 
     def forward(
@@ -130,7 +134,10 @@ class FlashInferMLA(AttentionBackend):
             if not batch.num_tokens:
                 return empty_attention(q, layer, out, return_lse)
             refuse_unplanned(layer, metadata)
-        q_latent, q_rope = align16(q).split_with_sizes((LATENT, ROPE), -1)
+        heads = layer.num_q_heads
+        lacking = kernel_heads(batch, heads) - heads
+        q = torch.nn.functional.pad(q, (0, 0, 0, lacking)) if lacking else align16(q)
+        q_latent, q_rope = q.split_with_sizes((LATENT, ROPE), -1)
         latent, rope = _pages(cache)
         scale = cache.k_scale if self._fp8 else None
         result: Output = plan.library.run(
@@ -138,13 +145,17 @@ class FlashInferMLA(AttentionBackend):
             q_rope,
             latent,
             rope,
-            out=out,
+            out=None if lacking else out,
             return_lse=return_lse,
             return_lse_base_on_e=True,
             ckv_scale=scale,
             kpe_scale=scale,
         )
-        return result
+        if not lacking:
+            return result
+        padded, *lse = result if isinstance(result, tuple) else (result,)
+        padded = copy_to_out(padded[:, :heads], out)
+        return (padded, lse[0][:, :heads]) if lse else padded
 
     def forward_ragged(
         self,

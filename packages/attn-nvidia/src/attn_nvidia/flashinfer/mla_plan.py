@@ -19,6 +19,7 @@ T = TypeVar("T")
 # A plan has room for 16384 pieces of work and does not check it (MLAPlan in attention/scheduler.cuh
 # of flashinfer 0.6.14): one per tile of queries, and at most one more per multiprocessor.
 _MOST_TILES = 16384 - 256
+_MOST_HEADS = 128  # of a query, in causal passes
 _MOST_KEPT = 16  # plans of ragged calls in a pass: one per chunk of a prefix
 
 
@@ -29,24 +30,49 @@ def host_lengths(
 
     keys int32 [B]. kv_indptr is where the pages of each request begin in page_list(page_table): the
     library takes no length from it (MLAPlan in attention/scheduler.cuh of flashinfer 0.6.14).
+    Requests without queries are left out: they would make the tiles of 128 heads too small.
     """
     rows = np.arange(len(keys) + 1, dtype=np.int32)
     qo_indptr, kv_indptr = rows, rows * np.int32(page_table.stride(0))
     if batch.forward_mode not in DECODE_MODES:  # which have one query each
         qo_indptr = np.zeros(len(rows), dtype=np.int32)
-        query_lengths(batch).cumsum(out=qo_indptr[1:])
+        queries = query_lengths(batch)
+        queries.cumsum(out=qo_indptr[1:])
+        asks = queries > 0
+        if asks.any() and not asks.all():
+            asks = np.append(asks, True)  # the end of the last one
+            qo_indptr, kv_indptr, keys = qo_indptr[asks], kv_indptr[asks], keys[asks[:-1]]
     return torch.from_numpy(qo_indptr), torch.from_numpy(kv_indptr), torch.from_numpy(keys)
 
 
-def refuse_too_many(batch: ForwardBatch, heads: int) -> None:
+def kernel_heads(batch: ForwardBatch, heads: int) -> int:
+    """Return how many heads the kernels get for `heads` query heads of a pass.
+
+    In a causal pass that is a power of two. The rows of a request, its queries' heads, are cut into
+    tiles of 128, or of 64 where requests have 64 rows on average or fewer. Where a tile ends within
+    a query, its rows of that query lack the query's own key if the keys before fill blocks of 64:
+    mla.cuh and mla_hopper.cuh of flashinfer 0.6.14 round down what their plan rounds up. Raises
+    UnsupportedError for more heads than a tile has rows.
+    """
+    if batch.forward_mode in DECODE_MODES:
+        return heads
+    if heads > _MOST_HEADS:
+        raise UnsupportedError(
+            f"flashinfer: {heads} query heads of latent attention in a {batch.forward_mode.value} "
+            f"pass (it has at most {_MOST_HEADS} there); choose triton"
+        )
+    return 1 << (heads - 1).bit_length()
+
+
+def refuse_too_many(tokens: int, requests: int, heads: int) -> None:
     """Raise UnsupportedError for a pass that needs more work items than a plan has room for."""
-    rows = batch.num_tokens * heads
-    tile = 128 if rows > 64 * batch.batch_size else 64
-    if rows // tile + batch.batch_size <= _MOST_TILES:
+    rows = tokens * heads
+    tile = 128 if rows > 64 * requests else 64
+    if rows // tile + requests <= _MOST_TILES:
         return
-    most = (_MOST_TILES - batch.batch_size) * tile // heads
+    most = (_MOST_TILES - requests) * tile // heads
     raise UnsupportedError(
-        f"flashinfer: {batch.num_tokens} query tokens of {heads} heads in one absorbed pass (a "
+        f"flashinfer: {tokens} query tokens of {heads} heads in one absorbed pass (a "
         f"plan has room for about {most}); prefill in smaller chunks"
     )
 
