@@ -232,7 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep() -> None:
         if parts == 1:
-            order = sorted(report.cases, key=lambda m: names.index(m.name))
+            places = {name: i for i, name in enumerate(names)}
+            order = sorted(report.cases, key=lambda m: places.get(m.name, len(places)))
             replace(report, cases=tuple(order)).save(path)
         else:
             report.join(path, names)

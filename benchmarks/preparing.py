@@ -95,7 +95,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def turn(file: pathlib.Path | None) -> Iterator[None]:
-    """Hold the lock of a file, if one is named: the device is this run's alone meanwhile."""
+    """Hold the lock of a file, if one is named: no other run times meanwhile; it may prepare."""
     if file is None:
         yield
         return

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from amx_kernels import at_level, compiled, emulated_tiles
 from attn_core import BackendConfig
 from attn_core.plugins.registry import load_plugins
@@ -140,6 +141,44 @@ def test_what_is_left_to_torch(level):
         made(plain).sum().backward()
     assert made.weight.grad is not None
     assert not level[1]
+
+
+class Wrapped(torch.Tensor):
+    """A weight without memory of its own, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = cls._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        own = [x.held if isinstance(x, Wrapped) else x for x in args]
+        return func(*own, **(kwargs or {}))
+
+
+def test_weights_without_memory_and_layers_without_outputs_are_left_to_torch(level):
+    made, x = layer(64, 40), torch.randn(2, 64).to(BF16)
+    plain = made(x)
+    held = made.weight.detach()
+    del made.weight
+    made.weight = Wrapped(held)
+    with torch.inference_mode():
+        assert torch.equal(made(x), F.linear(x, held))
+        assert LinearOfFewRows(64, 0, bias=False, dtype=BF16)(x).shape == (2, 0)
+    assert plain.shape == (2, 40)
+    assert not level[1]
+
+
+def test_pruned_traced_and_mapped_layers_multiply_as_torch_does(level):
+    made, x = layer(64, 40), torch.randn(2, 64).to(BF16)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer(64, 40), (x,))
+        assert traced(x).isfinite().all()
+        check(torch.vmap(made)(x), made, x)
+        torch.nn.utils.prune.identity(made, "weight")
+        check(made(x), made, x)
 
 
 def test_a_compiled_model_multiplies_as_torch_does(level):

@@ -125,6 +125,14 @@ def test_a_pool_interleaved_with_another_is_written_in_place():
     assert torch.equal(pages[1], both[[1, 4], 1])
 
 
+def test_only_on_a_cpu_slots_are_looked_at_before_a_write_again():
+    cache = pool(device="meta").layer(0)
+    k, v = (torch.empty(5, 2, d, device="meta") for d in (32, 16))
+    for _ in range(2):  # a look at slots raises there
+        write_kv(cache, k, v, torch.empty(5, dtype=torch.int64, device="meta"), 3)
+    assert 3 not in cache.launchers
+
+
 @pytest.mark.parametrize(("store", "top"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
 def test_fp8_writes_saturate(store, top):
     cache = pool(store, scales={0: (0.5, 1.0)}).layer(0)

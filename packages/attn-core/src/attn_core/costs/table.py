@@ -14,7 +14,7 @@ from attn_core.costs.workload import Workload
 
 Bucket = tuple[int, int, int]  # bits of the requests, of the longest, of the queries of a request
 MARGIN = 1.05  # what is this close to the fastest keeps the pass
-CAPTURED_MARGIN = 1.02  # … and this close the chosen one is captured: no pass changes between them
+CAPTURED_MARGIN = 1.02  # … and this close the chosen one is captured for all lengths
 
 
 class Cell(NamedTuple):

@@ -98,7 +98,7 @@ def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: 
     if rows[1] and all(x.dtype == rows[1][0].dtype for x in new):
         for row, x in zip(rows[1], new, strict=True):
             row.index_copy_(0, slots, x.detach())
-        if form >= 0 and v is not None:
+        if form >= 0 and v is not None and cache.k.is_cpu:  # elsewhere a look at slots would wait
             cache.launchers[form] = partial(_write_again, cache, *rows[1])
         return
     blocks = cache.block_scales or (None, None)

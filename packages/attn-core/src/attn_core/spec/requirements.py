@@ -14,7 +14,7 @@ from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 
 def is_count(value: Any) -> bool:
     """Say whether a value is an integer of 1 or more."""
-    return isinstance(value, Integral) and int(value) >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_layer(layer: Any, name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from attn_intel.cpu.library import LEVELS, Linear, load
 
@@ -24,11 +25,9 @@ class LinearOfFewRows(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in_features] times the weights, plus the bias."""
-        parameters = self._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = self.weight, self.bias
         if torch.compiler.is_compiling() or not _takes(x, weight, bias):
-            return F.linear(x, weight, bias)  # type: ignore[arg-type]  # as nn.Linear does
-        assert weight is not None
+            return F.linear(x, weight, bias)
         kernels, (outputs, inputs) = load(), weight.shape
         out = x.new_empty((*x.shape[:-1], outputs))
         call = Linear(
@@ -40,12 +39,18 @@ class LinearOfFewRows(nn.Linear):
         return out
 
 
-def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    if type(x) is not Tensor or weight is None or torch.is_grad_enabled():
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if type(x) is not Tensor or torch.is_grad_enabled():
+        return False
+    # subclasses of tensors and what vmap wraps have no memory of their own to read
+    plain = all(type(w) in (Tensor, nn.Parameter) for w in (weight, bias) if w is not None)
+    traced = torch._C._get_tracing_state() is not None
+    if not plain or traced or any(map(is_functorch_wrapped_tensor, (x, weight))):
         return False
     inputs = weight.shape[1]
     return (
-        0 < x.numel() <= ROWS.get(load().level, 0) * inputs
+        weight.numel() > 0
+        and 0 < x.numel() <= ROWS.get(load().level, 0) * inputs
         and x.shape[-1] == inputs
         and not inputs % COLUMNS
         and x.dtype is weight.dtype is torch.bfloat16

@@ -118,7 +118,7 @@ def decode_launch(
     if arch == "sm90" and (launch.block_m, launch.block_n) == (16, 128) and not fp4:
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if fp4:
-        launch = of_fp4(launch, arch, head_dim, v_dim, usual=not tree)
+        launch = of_fp4(launch, arch, head_dim, v_dim, tree=tree)
     elif arch == "sm90" and store_bytes == 1 and v_dim > 256 and not (shared or tree):
         # one program fits a processor; tried on an NVIDIA H100 beside nine other launches
         few = launch.block_m == 16

@@ -7,17 +7,17 @@ from dataclasses import replace
 from attn_core.backends.triton.launch import Launch
 
 
-def of_fp4(launch: Launch, arch: str, head_dim: int, v_dim: int, *, usual: bool) -> Launch:
+def of_fp4(launch: Launch, arch: str, head_dim: int, v_dim: int, *, tree: bool) -> Launch:
     """Change the launch of 8-bit keys for FP4, which takes more registers: fewer programs fit.
 
-    Those of sm90 are the fastest of 14 that were tried on an NVIDIA H100. usual: no tree, and no
-    tile of several requests.
+    Those of sm90 are the fastest of 14 that were tried on an NVIDIA H100, each request on its own.
+    tree: a block is masked by what is loaded.
     """
     if launch.block_m == launch.block_n:
         launch = replace(launch, block_n=64)  # of a square of scores each warp would read all keys
     if v_dim > 256:
         return replace(launch, ctas_per_sm=1)
-    if arch == "sm90" and usual and launch.block_m == 16 and head_dim == v_dim:
+    if arch == "sm90" and not tree and launch.block_m == 16 and head_dim == v_dim:
         if head_dim == 64:  # one warp takes all values of its keys, and waits for no other
             return replace(launch, block_n=64, warps=1, stages=3, ctas_per_sm=8)
         if head_dim in (128, 256):
