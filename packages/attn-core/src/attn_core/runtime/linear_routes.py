@@ -118,7 +118,7 @@ class LinearRoutes:
         """Plan a pass, decode rows in front of a mixed pass on their own; nothing for drafts."""
         if batch.forward_mode not in LINEAR_ROLE_OF_MODE:
             return ()
-        self._refuse(batch)
+        self._refuse(batch, values=batch.state_slots is not None and batch.state_slots.is_cpu)
         return tuple(
             self._part(part, first, "init_forward_metadata") for part, first in _split(batch)
         )
@@ -138,7 +138,8 @@ class LinearRoutes:
             with backend_errors(part.backend.config, name, batch):
                 part.backend.init_forward_metadata_replay_cuda_graph(batch, part.metadata)
 
-    def _refuse(self, batch: ForwardBatch) -> None:
+    def _refuse(self, batch: ForwardBatch, *, values: bool = False) -> None:
+        """values: check them also where no one asked for it. A captured pass may hold dummies."""
         if batch.state_slots is None:
             raise BatchError(
                 f"{batch.forward_mode.value} without state_slots: the model has linear layers"
@@ -153,7 +154,7 @@ class LinearRoutes:
                 f"{drafts} drafts for a pool of {self.states.num_drafts}; create the StatePool "
                 f"with num_drafts={drafts}"
             )
-        if self.check_values or batch.state_slots.is_cpu:  # there it waits for nothing
+        if values or self.check_values:
             check_plan_values(batch, self.states)
 
     def _part(self, batch: ForwardBatch, first: int, plan: str) -> LinearPart:
