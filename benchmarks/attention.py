@@ -180,6 +180,7 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor()
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(argv)
@@ -208,7 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     beside = f" beside {', '.join(p.name for p in peers)}" if peers else ""
     print(f"{len(cases)} cases, {ours.name}{beside}", flush=True)  # where a run that is cut off was
-    torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
     print(

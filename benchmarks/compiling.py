@@ -84,8 +84,8 @@ def _by_name(field: Field) -> dict[str, Contestant]:
     return {one.name: one for one in field.make(*field.arguments)}
 
 
+@torch.no_grad()
 def _call(job: Job, field: Field, device: torch.device) -> None:
-    torch.set_grad_enabled(False)
     with contextlib.suppress(Exception):  # another project's code may raise anything
         _by_name(field)[job.name].prepare(build(job.case, device))()
     if device.type == "cuda":

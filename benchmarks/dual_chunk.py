@@ -180,6 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@torch.no_grad()
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -199,7 +200,6 @@ def main(
         baseline=FA3,
         dual_chunk=QWEN_1M,
     )
-    torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
     name = device_name(device)

@@ -252,6 +252,7 @@ def show(x: dict[str, Any]) -> None:
     )
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.layer_calls", description=__doc__)
@@ -261,7 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="the JSON (default: in results)")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    torch.set_grad_enabled(False)
     found: list[dict[str, Any]] = []
     path = args.out or FOLDER / f"layer_calls.{slug(device_name(device))}.json"
     data = {

@@ -230,6 +230,7 @@ def chosen(args: argparse.Namespace) -> tuple[LinearContestant, ...]:
     return (OURS, *(x for x in peers if args.peers != "all" or x.available()))
 
 
+@torch.no_grad()
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -240,7 +241,6 @@ def main(
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
     cases = [case for case in cases if re.search(args.only, case.name)]
     contestants = chosen(args) if contestants is None else contestants
-    torch.set_grad_enabled(False)
     with turn(args.turns):
         timer = timer_for(device)
         ceilings = measure_ceilings(timer, device)

@@ -103,6 +103,7 @@ def save(path: pathlib.Path, device: torch.device, results: Sequence[Found], com
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
@@ -117,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here")
-    torch.set_grad_enabled(False)
     registry, kind, results = load_plugins(), device_kind(device), []
     for name in args.backends.split(","):
         try:

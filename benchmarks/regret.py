@@ -212,6 +212,7 @@ def profile_of(
     return found
 
 
+@torch.no_grad()
 def main(
     arguments: Sequence[str] | None = None, *, cases: list[Case] | None = None, clock: Any = None
 ) -> int:
@@ -226,7 +227,6 @@ def main(
     here = device_kind(device)
     path = args.out or FOLDER / f"regret.{slug(device_name(device))}.json"
     env = environment(registry, here)
-    torch.set_grad_enabled(False)
     drawn = draw(args.seed, device.type, args.count) if cases is None else cases
     try:
         backends = {c.name: c for c in contestants(args.backends, registry, device)}

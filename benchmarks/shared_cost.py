@@ -132,6 +132,7 @@ def cases_of(pattern: str) -> list[Case]:
     return [c for c in alone if re.search(pattern, c.name)]
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Time each shape; what was measured survives a time limit."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
@@ -142,7 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="the JSON")
     parser.add_argument("--compile", action="store_true", help="compile in parallel, and end")
     args = parser.parse_args(argv)
-    torch.set_grad_enabled(False)
     device, cases = torch.device("cuda"), cases_of(args.cases)
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU here")

@@ -55,13 +55,13 @@ class Form(NamedTuple):
 FORMS = (Form(0), *(Form(SHARED_TILE_ROWS, units) for units in (0, 1, 2, 3, 4, 5, 6, 8)))
 
 
+@torch.no_grad()
 def main() -> None:
     """Time the forms of each case one by one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=" p64", help="a pattern of the cases' names")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures as JSON")
     args = parser.parse_args()
-    torch.set_grad_enabled(False)
     timer, found = timer_for(torch.device("cuda")), []
     print(torch.cuda.get_device_name())
     for case in (case for case in cases_of(SHARED) if re.search(args.only, case.name)):

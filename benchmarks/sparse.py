@@ -193,6 +193,7 @@ def asked(
     return [x for x in (*found, *args.ways) if re.search(args.parts, x.label)]
 
 
+@torch.no_grad()
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -208,7 +209,6 @@ def main(
     cases = [case for case in cases if re.search(args.only, case.name)]
     contestants = asked(args, contestants)
     taken = [x for x in contestants if x.available()]
-    torch.set_grad_enabled(False)
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)
     name = device_name(device)

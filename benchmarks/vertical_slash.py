@@ -286,6 +286,7 @@ def break_even(cases: Sequence[Record]) -> float | None:
     return float(rounded((1 - fit.intercept) / fit.slope))
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.vertical_slash", description=__doc__
@@ -299,7 +300,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.tokens != TOKENS and args.out is None:
         parser.error(f"--tokens {args.tokens} needs --out: a record has prompts of {TOKENS}")
     device = torch.device(args.device)
-    torch.set_grad_enabled(False)
     timer = timer_for(device)
     name = device_name(device)
     out: pathlib.Path = args.out or FOLDER / f"vertical_slash.{slug(name)}.json"

@@ -32,3 +32,13 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _gradients() -> Iterator[None]:
+    """Fail a test that leaves gradients off: those after it in this process would run without."""
+    before = torch.is_grad_enabled()
+    yield
+    after = torch.is_grad_enabled()
+    torch.set_grad_enabled(before)
+    assert after == before, "the test leaves torch's gradients on or off"

@@ -160,14 +160,12 @@ class Wrapped(torch.Tensor):
 
 def test_weights_without_memory_and_layers_without_outputs_are_left_to_torch(level):
     made, x = layer(64, 40), torch.randn(2, 64).to(BF16)
-    plain = made(x)
     held = made.weight.detach()
     del made.weight
     made.weight = Wrapped(held)
     with torch.inference_mode():
         assert torch.equal(made(x), F.linear(x, held))
         assert LinearOfFewRows(64, 0, bias=False, dtype=BF16)(x).shape == (2, 0)
-    assert plain.shape == (2, 40)
     assert not level[1]
 
 
