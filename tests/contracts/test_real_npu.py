@@ -56,4 +56,4 @@ def test_a_recorded_schema_is_what_the_wheel_registers(said: list[str], name: st
 
 def test_our_calls_pass_the_real_operators(said: list[str]) -> None:
     passed = [line for line in said if line.startswith("passed ")]
-    assert len(passed) == 13
+    assert len(passed) == 14

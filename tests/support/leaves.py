@@ -83,6 +83,7 @@ LIBRARIES = (
         ops=(
             "_npu_fused_infer_attention_score_v2_get_max_workspace",
             "_npu_fused_infer_attention_score_v2_infer_output",
+            "npu_attention_update",
             "npu_chunk_gated_delta_rule",
             "npu_fused_infer_attention_score_v2",
             "npu_fused_infer_attention_score_v2.out",

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 import torch_npu  # registers the operators
+from attn_ascend import merge
+from attn_core import merge_states
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import parse_device
@@ -47,6 +49,10 @@ def main() -> None:
     found = plan(triton, parse_device("npu:910b"), libraries, passes=10)
     for wanted in LINEAR:
         run(found, wanted, triton)
+    outs, lses = torch.randn(3, 5, 2, 16), torch.randn(3, 5, 2)
+    merged = zip(merge.merge_states(outs, lses), merge_states(outs, lses), strict=True)
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in merged)
+    print("passed", "the merge of states")
     Indexed("dsa-decode").check()
     print("passed", "the indexer's operator")
 

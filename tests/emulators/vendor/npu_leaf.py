@@ -13,7 +13,7 @@ from npu_sparse_leaf import npu_lightning_indexer, npu_sparse_flash_attention
 __all__ = [
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
     "_npu_fused_infer_attention_score_v2_infer_output", "_npu_paged_attention_mla",
-    "npu_chunk_gated_delta_rule", "npu_fused_infer_attention_score_v2",
+    "npu_attention_update", "npu_chunk_gated_delta_rule", "npu_fused_infer_attention_score_v2",
     "npu_fused_infer_attention_score_v2_out", "npu_lightning_indexer",
     "npu_recurrent_gated_delta_rule", "npu_scatter_pa_kv_cache", "npu_sparse_flash_attention",
 ]  # fmt: skip
@@ -229,6 +229,25 @@ def npu_scatter_pa_kv_cache(
         else:  # PA_NZ: 16 columns of all tokens of a block lie together
             tiled = cache.view(blocks, -1, size, 16)
             tiled[slots // size, :, slots % size] = rows.reshape(len(slots), -1, 16)
+
+
+def npu_attention_update(lse, local_out, update_type):
+    """Merge parts by the documented formula: NaN where all are -inf, or any is +inf."""
+    check(update_type in (0, 1), "update_type is 0 or 1")
+    check(len(lse) == len(local_out), "one lse for each local_out")
+    for sums, part in zip(lse, local_out, strict=True):
+        check(sums.dtype == torch.float32, "lse: float32")
+        check(part.dtype in (torch.float32, *HALF), "local_out: float32, float16, bfloat16")
+        check(part.dtype == local_out[0].dtype, "local_out: one dtype")
+        check(sums.dim() == 1 and part.dim() == 2, "lse [N], local_out [N, head_dim]")
+        check(part.shape == (sums.numel(), local_out[0].shape[1]), "lse and local_out fit")
+        check(sums.is_contiguous() and part.is_contiguous(), "ND, contiguous")
+    sums = torch.stack(list(lse))
+    most = sums.amax(0)
+    total = most + (sums - most).exp().sum(0).log()
+    parts = torch.stack([part.float() for part in local_out])
+    out = (parts * (sums - total).exp()[..., None]).sum(0).to(local_out[0].dtype)
+    return out, total if update_type == 1 else torch.full_like(total, torch.nan)
 
 
 def _npu_paged_attention_mla(

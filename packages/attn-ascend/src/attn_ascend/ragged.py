@@ -15,6 +15,7 @@ from attn_core import (
 )
 from torch import Tensor
 
+from attn_ascend import merge
 from attn_ascend.calls import PACKED_DIMS, Call, calls_of
 from attn_ascend.fused import Fused
 
@@ -27,6 +28,7 @@ class Ragged:
     """
 
     def __init__(self, attend: Fused) -> None:
+        merge.register()  # chunks of a prefix are merged by their log-sum-exp
         self._attend = attend
         self._planned: tuple[Tensor, Tensor, tuple[object, ...], Sequence[Call]] | None = None
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from attn_core.errors import UsageError
+
+OPERATOR: Final = "attn_core::merge_states"
+torch.library.define(OPERATOR, "(Tensor out, Tensor lse) -> (Tensor, Tensor)")
 
 
 def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,6 +22,8 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     zeros and -inf. A part with lse +inf outweighs all finite ones, whose `out` is ignored; several
     such parts weigh alike, and the merged lse is +inf.
     Raises UsageError for shapes that do not fit.
+    It is torch's operator attn_core::merge_states: torch.library.impl() registers a kernel for the
+    tensors of another device.
     out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
     """
     if lse.shape != out.shape[:-1]:
@@ -24,6 +31,13 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             f"states to merge: out {list(out.shape)} and lse {list(lse.shape)} (expected [n, T, H, "
             "Dv] and [n, T, H])"
         )
+    merged: tuple[Tensor, Tensor] = torch.ops.attn_core.merge_states(out, lse)
+    return merged
+
+
+@torch.library.impl(OPERATOR, "CompositeImplicitAutograd")
+def _merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge by torch's own operators: for every device that has no kernel."""
     lse = lse.float()
     total = lse.logsumexp(0)
     endless = lse == torch.inf
