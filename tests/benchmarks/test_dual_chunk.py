@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.ops.vertical_slash import TORCH, Lines
+from attn_core.ops.vertical_slash import TORCH, VerticalSlash
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.dual_chunk import DualChunk
 
@@ -77,9 +77,9 @@ def test_other_chunks_are_seen_as_wrong(tmp_path, monkeypatch):
 def test_lists_have_about_the_density_that_is_asked():
     n = 8192
     for asked in (0.2, 0.4):
-        drawn = vertical_slash.draw_lines(asked, 2, n, seed=1)
-        assert torch.equal(drawn.slash, vertical_slash.draw_lines(asked, 2, n, seed=1).slash)
-        lists = TORCH.to_lists(Lines(*drawn), vertical_slash.Part(0, n, 0, n))
+        drawn = vertical_slash.draw_indexes(asked, 2, n, seed=1)
+        assert torch.equal(drawn.slash, vertical_slash.draw_indexes(asked, 2, n, seed=1).slash)
+        lists = TORCH.to_lists(VerticalSlash(*drawn), vertical_slash.Part(0, n, 0, n))
         assert math.isclose(vertical_slash.density_of([lists], n), asked, rel_tol=0.25)
 
 

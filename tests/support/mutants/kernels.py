@@ -137,8 +137,8 @@ class KernelListMaskedTooLate(Edited):
 
 class KernelLastColumnForgotten(Edited):
     kernel = vertical_slash.attend_rows
-    before = "count = tl.load(column_count + at)"
-    after = "count = tl.maximum(tl.load(column_count + at) - 1, 0)"
+    before = "count = tl.load(column_count + list_row)"
+    after = "count = tl.maximum(tl.load(column_count + list_row) - 1, 0)"
 
 
 class KernelSharedOnePageTooFar(Edited):

@@ -300,7 +300,7 @@ def create_backend(
 def _attends(backend: type[AttentionBackend]) -> bool:
     """Say whether a class attends itself: the base's three methods only call each other."""
 
-    def own(name: str) -> bool:
+    def overrides(name: str) -> bool:
         return getattr(backend, name) is not getattr(AttentionBackend, name)
 
-    return own("forward") or (own("forward_extend") and own("forward_decode"))
+    return overrides("forward") or (overrides("forward_extend") and overrides("forward_decode"))
