@@ -131,8 +131,8 @@ def load(
         model, warned = load_weights(kind, directory, path, dtype=weights, **files)
     step("moving the model")
     model = model.to(device).eval()
-    for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        ends = token_list(path, said) if ends is None else ends
+    for token_ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        ends = token_list(path, token_ids) if ends is None else ends
     pad = tokenizer.pad_token_id
     # greedy: a checkpoint's own sampling settings would make two runs differ
     model.generation_config = GenerationConfig(
@@ -186,11 +186,11 @@ def generate(
     """
     length = prompt.shape[1]
     limit = new_tokens(text.context_length, length, max_new_tokens)
-    known, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
-    if largest >= known:
+    vocab_size, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
+    if largest >= vocab_size:
         raise ModelConfigError(
-            f"the tokenizer gives token {largest}, the model knows {known}: they do not belong "
-            "together; download the model again"
+            f"the tokenizer gives token {largest}, the model knows {vocab_size}: they do not "
+            "belong together; download the model again"
         )
     stream = _Stream(text.tokenizer, write)
     interrupted, failure = False, None
@@ -224,11 +224,11 @@ def new_tokens(context: int | None, length: int, max_new: int | None) -> int:
 
     Raises UsageError for a number that no prompt leaves room for, ContextLengthError.
     """
-    most = MAX_TOKENS if context is None else context - 1
-    if max_new is not None and not 1 <= max_new <= max(1, most):
+    limit = MAX_TOKENS if context is None else context - 1
+    if max_new is not None and not 1 <= max_new <= max(1, limit):
         raise UsageError(
             f"--max-new-tokens {max_new}: at least 1"
-            + (f", at most {most} in a context of {context}" if context and max_new > 1 else "")
+            + (f", at most {limit} in a context of {context}" if context and max_new > 1 else "")
         )
     if context is None:
         return max_new or MAX_NEW_TOKENS
@@ -272,11 +272,11 @@ class _Stream:
     def _show(self, final: bool) -> None:
         # Decoding a few tokens more than are new keeps the spaces that a tokenizer drops at the
         # start, and costs the same however long the text is.
-        before = self._decode(self.ids[self._from : self._to])
+        shown = self._decode(self.ids[self._from : self._to])
         text = self._decode(self.ids[self._from :])
         if not final and text.endswith("\ufffd"):
             return  # the rest of a character is still to come
-        piece = text[len(before) :]
+        piece = text[len(shown) :]
         if piece:
             # first, because Ctrl-C mostly strikes inside write: nothing may be written twice
             self._from, self._to = self._to, len(self.ids)

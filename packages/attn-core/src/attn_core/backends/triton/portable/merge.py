@@ -191,7 +191,9 @@ def merge_splits(
             out_ptrs = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
             mask = row_mask & (d < C.DV)[None, :]
             tl.store(
-                out_ptrs + zero[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=mask
+                out_ptrs + zero[:, None] + d[None, :],
+                result.to(out.ptr.dtype.element_ty),
+                mask=mask,
             )
             tl.store(out.lse + token * (C.HEADS * C.GROUP) + head + zero, lse, mask=row_mask)
 
