@@ -161,7 +161,7 @@ def test_a_page_list(page_size, kernel_page, host, gap):
     lengths = (70, 0, 1, 33, 64)
     view = view_of(lengths, page_size, host=host)
     size = num_pages(view, kernel_page) + gap * len(lengths)
-    pages = PageList.of(view, page_size, kernel_page, size, gap=gap)
+    pages = PageList.of(view, page_size, kernel_page, size, spare=gap)
     assert pages.indices.shape == (size,)
     parts = page_size // kernel_page
     starts = pages.indptr.tolist()

@@ -304,7 +304,7 @@ def _padding_is_slot_0(monkeypatch):
     def of(cls, batch):
         rows = real(cls, batch)
         slots = batch.state_slots.clamp(min=0)
-        return dataclasses.replace(rows, reads=slots, writes=slots, live=torch.ones_like(rows.live))
+        return dataclasses.replace(rows, reads=slots, writes=slots, valid=torch.ones_like(rows.valid))
 
     monkeypatch.setattr(gdn.Rows, "of", classmethod(of))
 
