@@ -184,9 +184,11 @@ def error_of(out: Tensor, prompt: Prompt, lists: Sequence[KeyLists] | None) -> f
             if lists is not None:
                 seen = seen & seen_keys(lists[h], block, n)[:, None]
             scores = q[rows].float().transpose(0, 1) @ k.float().T * SCALE
-            wanted = scores.masked_fill_(~seen, -torch.inf).softmax(-1) @ v.float()  # [H, R, D]
-            got = out[rows, h * GROUP : (h + 1) * GROUP].float().transpose(0, 1)
-            worst = max(worst, float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()))
+            expected = scores.masked_fill_(~seen, -torch.inf).softmax(-1) @ v.float()  # [H, R, D]
+            actual = out[rows, h * GROUP : (h + 1) * GROUP].float().transpose(0, 1)
+            worst = max(
+                worst, float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+            )
     return worst
 
 
@@ -196,15 +198,15 @@ def timed(
     """Check and time each; they take turns. What one raises is recorded."""
     records: dict[str, Record] = {name: {"name": name} for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name, call in calls.items() if turn % 2 == 0 else reversed([*calls.items()]):
+    for round_number in range(rounds):
+        for name, call in calls.items() if round_number % 2 == 0 else reversed([*calls.items()]):
             record = records[name]
             if "error" in record:
                 continue
             try:
-                if not turn:
-                    wanted = None if name == DENSE else lists
-                    record["rel_err"] = rounded(error_of(call(), prompt, wanted))
+                if not round_number:
+                    expected = None if name == DENSE else lists
+                    record["rel_err"] = rounded(error_of(call(), prompt, expected))
                     record["wrong"] = not record["rel_err"] <= TOLERANCE
                 times[name].append(timer.measure(call).us)
             except Exception as raised:  # another project's code may raise anything
