@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attn_core.runtime import backend
-from attn_core.runtime.backend import BackendConfig
+from attn_core.runtime import backend_config
+from attn_core.runtime.backend_config import BackendConfig
 from recording import ROW
 
 
@@ -35,9 +35,9 @@ def asked(monkeypatch):
         return found
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    backend.properties_of.cache_clear()
+    backend_config.properties_of.cache_clear()
     yield devices
-    backend.properties_of.cache_clear()
+    backend_config.properties_of.cache_clear()
 
 
 def test_a_gpu_is_asked_once(asked):
