@@ -92,9 +92,8 @@ def _pass(form: Form, phase: PassPhase, point: Sequence[float], drafts: int, tre
     even = n == 1 or point[2] < EVEN
     median = _between(SHORTEST, LONGEST if even else SKEWED, point[1])
     new = {"decode": 1, "verify": drafts}.get(phase, 0)
-    cached_share = (
-        0.0 if form.kind == "mla" else WHOLE
-    )  # a prompt of MLA alone runs before absorption
+    # a prompt of MLA without a prefix runs before absorption
+    cached_share = 0.0 if form.kind == "mla" else WHOLE
     if phase == "prefill" and point[3] >= cached_share:
         new = _between(
             FEWEST_NEW, max(FEWEST_NEW, median // 2), (point[3] - cached_share) / (1 - cached_share)

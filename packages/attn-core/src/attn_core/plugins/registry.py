@@ -157,7 +157,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
     pins, slow = list[Pin](), list[SlowPlugin]()
-    own_libraries: dict[str, str | None] = {}
+    provided: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
     unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
@@ -175,25 +175,20 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
             broken.append(_broken(point.name, origin, error))
             continue
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
-            slow.append(SlowPlugin(_printable_name(point.name), origin, seconds))
+            slow.append(SlowPlugin(_label(point.name), origin, seconds))
         pins += plugin_pins
-        own_libraries |= libraries
+        provided |= libraries
         for spec, fault in zip(specs, problems, strict=True):
             fault = fault or _name_clash(spec, names)
             if fault is not None:
                 name = spec.name if type(spec) is BackendSpec else point.name
-                broken.append(BrokenPlugin(_printable_name(name), origin, fault))
+                broken.append(BrokenPlugin(_label(name), origin, fault))
                 continue
             key = (spec.family, spec.name)
             backends[key], origins[key] = spec, origin
             names |= {(spec.family, n): origin for n in (spec.name, *spec.aliases)}
     return Registry(
-        dict(sorted(backends.items())),
-        origins,
-        tuple(broken),
-        tuple(pins),
-        tuple(slow),
-        own_libraries,
+        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow), provided
     )
 
 
@@ -228,12 +223,10 @@ def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:
     except BaseException as worse:  # the error's own __str__ is a plugin's code, too
         text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
     details = "".join(traceback.format_exception(error))
-    return BrokenPlugin(
-        _printable_name(name), origin, printable(text, ERROR_LENGTH), printable(details)
-    )
+    return BrokenPlugin(_label(name), origin, printable(text, ERROR_LENGTH), printable(details))
 
 
-def _printable_name(name: object) -> str:
+def _label(name: object) -> str:
     return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 

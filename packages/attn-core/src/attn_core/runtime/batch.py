@@ -108,11 +108,8 @@ class CacheView:
         check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
         longest = max(seq_lens, default=0)
         check(longest <= capacity, f"seq_len {longest} > {capacity}")
-        invalid = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if not 0 <= n <= s]
-        check(
-            not invalid,
-            f"{invalid[0][0]} new tokens in a length of {invalid[0][1]}" if invalid else "",
-        )
+        bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if not 0 <= n <= s]
+        check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
         slots = None
         if writes:
             rows = torch.repeat_interleave(

@@ -38,10 +38,8 @@ def mismatches(
         phases = listing(p.value for p in row.phases)
         gaps.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
-        options = [
-            _requirements_fix(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)
-        ]
-        gaps.append(_mismatch("dtype", needs.dtype, listing(row.dtypes), options))
+        options = [_fix(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)]
+        gaps.append(_gap("dtype", needs.dtype, listing(row.dtypes), options))
     target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
         gaps.extend(x for x in layer_gaps(row, layer, target) if x not in gaps)
@@ -64,11 +62,11 @@ def _family_gap(family: Family, row: Capabilities) -> Mismatch:
     return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (fix,))
 
 
-def _requirements_fix(text: str, cost: int, **values: Any) -> Fix:
+def _fix(text: str, cost: int, **values: Any) -> Fix:
     return Fix("requirements", tuple(values.items()), cost, text)
 
 
-def _mismatch(need: str, requested: object, supported: str, fixes: Iterable[Fix] = ()) -> Mismatch:
+def _gap(need: str, requested: object, supported: str, fixes: Iterable[Fix] = ()) -> Mismatch:
     supports = f"supports {supported}" if supported else "not supported"
     return Mismatch(need, f"{need} {requested}", supports, tuple(fixes))
 
@@ -93,7 +91,7 @@ def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
                 )
                 for move in moves
             ]
-        yield _mismatch("device", device, places([row]), moves)
+        yield _gap("device", device, places([row]), moves)
     elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
         newer = Fix(
             "device",
@@ -101,7 +99,7 @@ def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
             FixCost.RUNTIME,
             f"a runtime of {row.min_runtime} or newer (--runtime-version {row.min_runtime})",
         )
-        yield _mismatch("runtime", device.runtime, f">= {row.min_runtime}", [newer])
+        yield _gap("runtime", device.runtime, f">= {row.min_runtime}", [newer])
 
 
 def _library_gaps(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
@@ -139,7 +137,7 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
     if layer.kind != row.kind:
         unknown = dict.fromkeys(("head_dim", "v_head_dim", "num_q_heads", "num_kv_heads"))
         kind_fix = _model_fix(target, f"with {row.kind} layers", kind=row.kind, **unknown)
-        yield _mismatch("kind", layer.kind, row.kind, [kind_fix])
+        yield _gap("kind", layer.kind, row.kind, [kind_fix])
         return
     yield from _head_dim_gaps(row, layer, target)
     hq, hkv = layer.num_q_heads, layer.num_kv_heads
@@ -148,13 +146,13 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
             _model_fix(target, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
             for h in sorted(row.q_heads)
         ]
-        yield _mismatch("num_q_heads", hq, listing(row.q_heads), options)
+        yield _gap("num_q_heads", hq, listing(row.q_heads), options)
     if hq and hkv and row.group_sizes and hq // hkv not in row.group_sizes:
         options = [
             _model_fix(target, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
             for g in sorted(row.group_sizes)
         ]
-        yield _mismatch("group_size", hq // hkv, listing(row.group_sizes), options)
+        yield _gap("group_size", hq // hkv, listing(row.group_sizes), options)
     for name, supported, without in (
         ("sliding_window", row.sliding_window, None),
         ("logit_cap", row.logit_cap, None),
@@ -198,7 +196,7 @@ def _head_dim_gaps(
             _model_fix(target, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y)
             for x, y in listed[:6]
         ]
-    yield _mismatch("head_dim", d if d == dv else f"{d}/{dv}", supported, options)
+    yield _gap("head_dim", d if d == dv else f"{d}/{dv}", supported, options)
 
 
 def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
@@ -215,18 +213,18 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
             d: FixCost.FLAG if d[:3] == store[:3] else FixCost.FLAG + 1 for d in options
         }  # FP8 stays FP8
         fixes = [
-            _requirements_fix(f"--kv-cache-dtype {d}", costs[d], kv_cache_dtype=d)
+            _fix(f"--kv-cache-dtype {d}", costs[d], kv_cache_dtype=d)
             for d in sorted(options, key=costs.__getitem__)
             if d != needs.kv_cache_dtype
         ]
         if needs.dtype in row.dtypes:
             fixes += [
-                _requirements_fix(f"--dtype {d}", FixCost.DTYPE, dtype=d)
+                _fix(f"--dtype {d}", FixCost.DTYPE, dtype=d)
                 for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
             ]
         requested = f"{store} of a {needs.dtype} model" if mixed else store
         supported = options if mixed else sorted(row.kv_dtypes)
-        yield _mismatch("kv_cache_dtype", requested, ", ".join(supported), fixes)
+        yield _gap("kv_cache_dtype", requested, ", ".join(supported), fixes)
     page = needs.page_size
     if page is not None and not takes_page(row, page):
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""
@@ -234,14 +232,9 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
             sizes = f"{sizes}, " * bool(sizes) + f"at most {row.max_page_size}"
         sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
         # the selection puts the page that it would choose in the place of None
-        yield _mismatch(
-            "page_size",
-            page,
-            sizes,
-            [_requirements_fix("no --page-size", FixCost.FLAG, page_size=None)],
-        )
+        yield _gap("page_size", page, sizes, [_fix("no --page-size", FixCost.FLAG, page_size=None)])
     if row.requires_finite_padding and not needs.finite_padding:
-        fix = _requirements_fix("a cache whose memory stays", FixCost.FEATURE, finite_padding=True)
+        fix = _fix("a cache whose memory stays", FixCost.FEATURE, finite_padding=True)
         need = "unused pages that may hold NaN"
         yield Mismatch("finite_padding", need, "finite numbers are required", (fix,))
     yield from chunk_page_gaps(row, needs)
@@ -262,33 +255,28 @@ def _flag_gaps(
     row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
 ) -> Iterator[Mismatch]:
     if needs.lse and not row.lse:
-        yield _mismatch(
-            "lse",
-            "asked",
-            "",
-            [_requirements_fix("no log-sum-exp output", FixCost.FEATURE, lse=False)],
-        )
+        yield _gap("lse", "asked", "", [_fix("no log-sum-exp output", FixCost.FEATURE, lse=False)])
     if needs.deterministic and not row.deterministic:
-        fix = _requirements_fix("no determinism", FixCost.FEATURE, deterministic=False)
-        yield _mismatch("deterministic", "asked", "", [fix])
+        fix = _fix("no determinism", FixCost.FEATURE, deterministic=False)
+        yield _gap("deterministic", "asked", "", [fix])
     if needs.shared_prefix and not row.shared_prefix and (speculates or phase is Phase.DECODE):
-        fix = _requirements_fix("every request on its own", FixCost.FEATURE, shared_prefix=False)
-        yield _mismatch("shared_prefix", "asked", "", [fix])
+        fix = _fix("every request on its own", FixCost.FEATURE, shared_prefix=False)
+        yield _gap("shared_prefix", "asked", "", [fix])
     # verify and draft extend are captured as a whole, prefill never
     short = row.cuda_graph in (("never", "decode") if speculates else ("never",))
     if needs.graphs and short and (speculates or phase is Phase.DECODE):
         requested, supported = ("uniform", row.cuda_graph) if speculates else ("asked", "")
         spec = needs.speculation if speculates else None
         options = [] if spec is None else _verified_elsewhere(spec)
-        without = _requirements_fix("no CUDA graphs", FixCost.FEATURE, graphs=False)
-        yield _mismatch("cuda_graph", requested, supported, [without, *options])
+        without = _fix("no CUDA graphs", FixCost.FEATURE, graphs=False)
+        yield _gap("cuda_graph", requested, supported, [without, *options])
 
 
 def _verified_elsewhere(spec: Speculation) -> list[Fix]:
     """List the fixes after which the backend of this phase verifies no drafts."""
     mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
     text = f"--speculative-attention-mode {mode}"
-    without = _requirements_fix("no speculation", FixCost.FEATURE + 1, speculation=None)
+    without = _fix("no speculation", FixCost.FEATURE + 1, speculation=None)
     return [without, Fix("speculation", (("mode", mode),), FixCost.FLAG + 1, text)]
 
 
@@ -310,4 +298,4 @@ def _speculation_gaps(
         text = f"--speculative-eagle-topk {limit}"
         options.insert(0, Fix("speculation", (("topk", limit),), FixCost.FEATURE, text))
     supported = f"topk up to {limit}" if limit else "no speculation"
-    yield _mismatch("speculative topk", spec.topk, supported, options)
+    yield _gap("speculative topk", spec.topk, supported, options)

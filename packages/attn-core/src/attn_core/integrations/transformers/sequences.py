@@ -136,11 +136,9 @@ class Sequences:
                 prompts = common_prompts(marks, new, memory.page_size)
             memory.start(self._keys, lens, prompts)
         tables = self._grow(lens)
-        attention_mask = torch.cat([self._seen, new], 1)
+        seen = torch.cat([self._seen, new], 1)
         if not rows:
-            self._pass = memory.running = Pass(
-                memory.dispatcher, None, None, None, (), lens, attention_mask
-            )
+            self._pass = memory.running = Pass(memory.dispatcher, None, None, None, (), lens, seen)
             return
         queries, keys = [counts[i] for i in rows], [lens[i] for i in rows]
         views = {
@@ -171,7 +169,7 @@ class Sequences:
         valid = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
         parts = () if self._states is None else self._states.parts(batch, metadata, valid)
         self._pass = memory.running = Pass(
-            memory.dispatcher, batch, metadata, valid, parts, lens, attention_mask, memory.rotary
+            memory.dispatcher, batch, metadata, valid, parts, lens, seen, memory.rotary
         )
 
     def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
@@ -243,12 +241,12 @@ class Sequences:
             )
         with self._memory.lock:
             if tokens_to_remove and self._keys:
-                attention_mask = self._seen[:, : max(0, self.columns + tokens_to_remove)]
-                lens: list[int] = attention_mask.sum(1).tolist()
+                seen = self._seen[:, : max(0, self.columns + tokens_to_remove)]
+                lens: list[int] = seen.sum(1).tolist()
                 if self._states is not None:
                     self._states.check_crop(self._lens, lens)
                 self._rebuild(list(range(self.batch_size)), lens)
-                self._seen = attention_mask
+                self._seen = seen
             if self._states is not None:
                 self._states.crop(self._lens)
             self._trim()

@@ -41,9 +41,8 @@ def _merge(
     lse_ptrs = lse
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    num_infinite = tl.zeros(
-        (ROWS,), tl.float32
-    )  # parts of +inf, which alone count where there are any
+    # parts of +inf; where there are any, only they count
+    num_infinite = tl.zeros((ROWS,), tl.float32)
     for _ in range(parts):
         x = tl.load(lse_ptrs, mask=row_mask, other=0.0).to(tl.float32) * UNIT
         higher = tl.maximum(peak, x)

@@ -123,9 +123,8 @@ def add_sink(acc, m_i, l_i, sinks, heads):
     m_new = gl.maximum(m_i, sink)
     m_base = gl.where(m_new == -float("inf"), 0.0, m_new)  # no key and no sink
     alpha = gl.exp2(m_i - m_base)
-    sink_weight = gl.where(
-        sink == m_base, 1.0, gl.exp2(sink - m_base)
-    )  # an infinite one less itself: NaN
+    # an infinite sink less itself is NaN
+    sink_weight = gl.where(sink == m_base, 1.0, gl.exp2(sink - m_base))
     l_i = l_i * alpha + sink_weight
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, m_new, l_i

@@ -250,10 +250,8 @@ class Attention(NamedTuple):
         """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
         x: _Attending | None = cache.launchers.get(self.attending)
         if x is None or moved(x.pointers):
-            attending = _attending(
-                q, self.v_dim, cache, topk_indices.shape[1], self.arch, self.tile
-            )
-            x = cache.launchers[self.attending] = attending
+            x = _attending(q, self.v_dim, cache, topk_indices.shape[1], self.arch, self.tile)
+            cache.launchers[self.attending] = x
         partial_out, states = self.partial or (out, lse)
         tensors, numbers = (q, topk_indices, partial_out, states), self.numbers
         out_ptr, lse_ptr = partial_out.data_ptr(), states.data_ptr()
@@ -296,7 +294,5 @@ def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tup
     """Return heads and keys of a tile, and its warps."""
     if is_hopper(arch) and heads > 16 and dtype != torch.float32:  # fills its shared memory
         return 64, 64, 8
-    float32_values = (
-        fp8 or dtype == torch.float32
-    )  # FP8's values too are float32 before they are multiplied
-    return 16, 16 if float32_values else 32, 4
+    fp32_values = fp8 or dtype == torch.float32  # values of FP8 are multiplied in float32, too
+    return 16, 16 if fp32_values else 32, 4
