@@ -160,12 +160,12 @@ def scaling(cores: Sequence[int], repeats: int) -> list[dict[str, object]]:
     """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
     cases = [attention_case(shape, [PAGE]) for shape in (*SHAPES, ONE)]
     cases += [mla_case(*shape) for shape in MLA]
-    result = []
+    found = []
     for threads in cores:
         torch.set_num_threads(threads)
         for case in cases:
-            result.append({"threads": threads, **case.measure(repeats)})
-    return result
+            found.append({"threads": threads, **case.measure(repeats)})
+    return found
 
 
 def _mla_call(
@@ -197,9 +197,9 @@ def _mla_call(
     metadata = backend.init_forward_metadata(batch)
 
     def call() -> Tensor:
-        actual = backend.forward(q, None, None, layer, cache, batch, metadata)
-        assert isinstance(actual, Tensor)
-        return actual
+        got = backend.forward(q, None, None, layer, cache, batch, metadata)
+        assert isinstance(got, Tensor)
+        return got
 
     return call
 

@@ -55,8 +55,8 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
     known = record.load(path)
     cases = CONFIGURATIONS[configuration].cases
     names = [record.best_peer(record.medians(known, case.name)) for case in cases]
-    result = [name for name in names if name is not None]
-    return max(result, key=result.count, default=None)
+    found = [name for name in names if name is not None]
+    return max(found, key=found.count, default=None)
 
 
 def time_one(
@@ -146,8 +146,8 @@ def main() -> int:
         backends = args.backends or [OURS, *CONFIGURATIONS[name].peers]
         best = functools.partial(best_of_most, path, name)
         for backend, number in processes(backends, args.rounds, best):
-            message = time_one(name, backend, number, path, spare, settings)
-            print(f"{name} {backend} round {number}: {message}", flush=True)
+            said = time_one(name, backend, number, path, spare, settings)
+            print(f"{name} {backend} round {number}: {said}", flush=True)
         print(table.section(record.load(path)), end="", flush=True)
     return 0
 
@@ -160,9 +160,9 @@ def device() -> str:
 def device_and_memory() -> tuple[str, float]:
     """Return the GPU's name and its gigabytes without a CUDA context in this process."""
     code = "from benchmarks.engines.steps import device, gigabytes; print(device(), gigabytes())"
-    message = subprocess.check_output([sys.executable, "-c", code], text=True)
-    name, result = message.strip().rsplit(" ", 1)
-    return name, float(result)
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    name, found = said.strip().rsplit(" ", 1)
+    return name, float(found)
 
 
 if __name__ == "__main__":

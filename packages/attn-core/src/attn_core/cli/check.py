@@ -63,7 +63,7 @@ def check_command(
     registry = load_plugins()
     if backend is not None:
         registry.find(backend)  # or says which names there are
-    local = local_device(device)
+    here = local_device(device)
     if evidence is not None:
         _check_folder(evidence)
     from attn_core.testing.plan import KINDS  # torch, which other commands do without
@@ -75,26 +75,26 @@ def check_command(
         if backend is None or evidence is not None or jobs > 1:
             raise UsageError("--against takes a backend's name, no --evidence and no --jobs")
         names = (backend, against)
-        return compare_backends(registry, names, local, kinds, quick=quick, json=json)
-    results: list[_Checked] = []
-    for suites in _planned(registry, backend, local, kinds, reduced=quick):
+        return compare_backends(registry, names, here, kinds, quick=quick, json=json)
+    done: list[_Checked] = []
+    for suites in _planned(registry, backend, here, kinds, reduced=quick):
         checked = _check(registry, suites, jobs, evidence)
-        results.append(checked)
+        done.append(checked)
         if not json:
-            checked.print(f"on {local}" if backend else f"of {checked.name} on {local}")
+            checked.print(f"on {here}" if backend else f"of {checked.name} on {here}")
         if checked.lost:
             print(f"attn: {checked.lost}", file=sys.stderr)
     if json:
-        reports = [checked.to_json(local) for checked in results]
+        reports = [checked.to_json(here) for checked in done]
         print_json(reports[0] if backend else reports)
-    if any(checked.failures or checked.lost for checked in results):
+    if any(checked.failures or checked.lost for checked in done):
         raise typer.Exit(1)
 
 
 def _planned(
     registry: Registry,
     backend: str | None,
-    device: Device,
+    here: Device,
     kinds: tuple[Kind, ...],
     *,
     reduced: bool,
@@ -104,7 +104,7 @@ def _planned(
     A line on stderr says why one of these cannot run; the error of the named one is raised.
     """
     if backend is not None:
-        yield _suites(registry, backend, device, kinds, reduced=reduced)
+        yield _suites(registry, backend, here, kinds, reduced=reduced)
         return
     names = {
         spec.name
@@ -112,12 +112,12 @@ def _planned(
         for row in spec.capabilities
         if spec.creator(row)
         and row.kind in kinds
-        and row.device in ("any", device.type)
-        and (not row.archs or device.arch in row.archs)
+        and row.device in ("any", here.type)
+        and (not row.archs or here.arch in row.archs)
     }
     for name in sorted(names):
         try:
-            suites = _suites(registry, name, device, kinds, reduced=reduced)
+            suites = _suites(registry, name, here, kinds, reduced=reduced)
         except AttnError as error:
             print(f"attn: not checked: {error}", file=sys.stderr)
         else:
@@ -143,12 +143,12 @@ class _Checked:
         unproved = runner.problems(self.cells)
         return failed + [p for p in unproved if not any(p.endswith(f) for f in failed)]
 
-    def to_json(self, device: Device) -> dict[str, object]:
+    def to_json(self, here: Device) -> dict[str, object]:
         from attn_core.testing import runner
 
         summary = runner.summary(self.outcomes, self.cells)
         written = [str(path) for path in self.written]
-        about = {"backend": self.name, "device": str(device), **summary}
+        about = {"backend": self.name, "device": str(here), **summary}
         return {**about, "failures": self.failures, "evidence": written}
 
     def print(self, place: str) -> None:
@@ -182,27 +182,25 @@ def _check(
     outcomes: list[Outcome] = []
     cells: Report = {}
     written: list[Path] = []
-    crash = ""
+    lost = ""
     with stdout_to_stderr():  # compilers print
         for options in suites:
-            results, spec = _run(options, jobs), registry.get(options.backend, options.family)
-            dev = options.device
-            cell_report = runner.report(results, spec, dev, libraries)
-            outcomes, cells = [*outcomes, *results], {**cells, **cell_report}
+            ran, spec = _run(options, jobs), registry.get(options.backend, options.family)
+            here = options.device
+            own = runner.report(ran, spec, here, libraries)
+            outcomes, cells = [*outcomes, *ran], {**cells, **own}
             try:
-                written += (
-                    write_evidence(evidence, spec, dev, cell_report) if evidence is not None else []
-                )
+                written += write_evidence(evidence, spec, here, own) if evidence is not None else []
             except OSError as error:  # the disk is full: the report is still told
-                crash = (
+                lost = (
                     f"--evidence {evidence}: {error.strerror or error}; the evidence is not "
                     "complete"
                 )
-    return _Checked(suites[0].backend, outcomes, cells, written, crash)
+    return _Checked(suites[0].backend, outcomes, cells, written, lost)
 
 
 def _suites(
-    registry: Registry, backend: str, device: Device, kinds: tuple[Kind, ...], *, reduced: bool
+    registry: Registry, backend: str, here: Device, kinds: tuple[Kind, ...], *, reduced: bool
 ) -> list[SuiteOptions]:
     """Return what to run of a name: a softmax and a linear backend may share it.
 
@@ -212,12 +210,12 @@ def _suites(
     from attn_core.testing.parallel import SuiteOptions
 
     called = [s for s in registry.backends.values() if backend in (s.name, *s.aliases)]
-    matching = [s for s in called if any(row.kind in kinds for row in s.capabilities)] or called
+    able = [s for s in called if any(row.kind in kinds for row in s.capabilities)] or called
     suites, errors = [], []
     for family in ("softmax", "linear"):
-        for spec in (s for s in matching if s.family == family):
+        for spec in (s for s in able if s.family == family):
             options = SuiteOptions(
-                backend=spec.name, device=device, family=spec.family, kinds=kinds, reduced=reduced
+                backend=spec.name, device=here, family=spec.family, kinds=kinds, reduced=reduced
             )
             try:
                 options.plan()
@@ -227,8 +225,8 @@ def _suites(
                 suites.append(options)
     if not suites:
         raise errors[0]
-    for message in errors:
-        print(f"attn: not checked: {message}", file=sys.stderr)
+    for why in errors:
+        print(f"attn: not checked: {why}", file=sys.stderr)
     return suites
 
 
@@ -246,26 +244,24 @@ def _check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"--evidence {printable(str(folder), 200)}: {reason}; give a folder that can be written"
+            f"--evidence {printable(str(folder), 200)}: {why}; give a folder that can be written"
         ) from error
 
 
 def local_device(device: str | None) -> Device:
     """Return the named device of this machine. Its CPU always counts as one."""
-    detected = probe_device()
+    here = probe_device()
     if device is None:
-        return detected
-    requested = parse_device(device, extra=[detected.type], here=detected)
-    for candidate in devices_of(detected):
-        if requested.type == candidate.type and (
-            ":" not in device or requested.arch == candidate.arch
-        ):
-            return candidate
-    available = " and ".join(map(str, devices_of(detected)))
+        return here
+    wanted = parse_device(device, extra=[here.type], here=here)
+    for one in devices_of(here):
+        if wanted.type == one.type and (":" not in device or wanted.arch == one.arch):
+            return one
+    have = " and ".join(map(str, devices_of(here)))
     raise UsageError(
-        f"--device {device}: kernels run on real devices, and this machine has {available}; leave "
+        f"--device {device}: kernels run on real devices, and this machine has {have}; leave "
         "--device out, or run the command on a machine that has one"
     )
 
@@ -281,14 +277,14 @@ def _run(options: SuiteOptions, jobs: int) -> list[Outcome]:
     with progress(*columns) as bar:
         task = bar.add_task("", total=len(planned))
 
-        def step(planned: PlannedCheck) -> None:
-            bar.update(task, advance=1, description=planned.check.id)
+        def step(one: PlannedCheck) -> None:
+            bar.update(task, advance=1, description=one.check.id)
 
         if jobs > 1:
             bar.update(task, advance=sum(p.row is None for p in planned))
             return run_parallel(options, jobs, step)
-        device = options.device
-        return runner.run_all(planned, spec, runner.torch_device(device), step, arch=device.arch)
+        here = options.device
+        return runner.run_all(planned, spec, runner.torch_device(here), step, arch=here.arch)
 
 
 def _line(cell: str, r: CellReport) -> list[str]:

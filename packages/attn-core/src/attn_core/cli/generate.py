@@ -32,7 +32,7 @@ def generate_command(
     flags: BackendFlags,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Annotated[
-        Path, flag("--model-path", "Model directory or GGUF file.", aliases="--model", env=False)
+        Path, flag("--model-path", "Model directory or GGUF file.", also="--model", env=False)
     ],
     max_new_tokens: Annotated[
         int | None,
@@ -100,10 +100,10 @@ def _check_path(model: Path) -> None:
     except FileNotFoundError:
         return  # read_config says what to give
     except (OSError, ValueError) as error:  # no permission, a name too long, a NUL in it
-        path_text = str(model) if len(str(model)) <= 200 else f"{str(model)[:200]}…"
-        reason = error.strerror if isinstance(error, OSError) else error
+        shown = str(model) if len(str(model)) <= 200 else f"{str(model)[:200]}…"
+        why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"--model-path {path_text!r} cannot be read: {reason}; give the model's directory"
+            f"--model-path {shown!r} cannot be read: {why}; give the model's directory"
         ) from error
     if is_file and model.suffix != ".gguf":
         raise UsageError(

@@ -21,20 +21,20 @@ Number = int | None
 KV_DTYPES = ("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp16", "fp32")
 
 
-def flag(name: str, text: str, *, env: bool = True, aliases: str = "", limit: int = 0) -> Any:
+def flag(name: str, text: str, *, env: bool = True, also: str = "", most: int = 0) -> Any:
     """Declare one option; its environment variable is derived from its name.
 
-    limit: the largest number that it accepts, above any in use, so that a typo is refused at once.
+    most: the largest number that it accepts, above any in use, so that a typo is refused at once.
     """
-    names = [n for n in (name, aliases) if n]
+    names = [n for n in (name, also) if n]
 
-    def within(number: Number) -> Number:
-        if number is not None and not 1 <= number <= limit:
-            raise UsageError(f"{name} {number}: at least 1, at most {limit}")
-        return number
+    def within(value: Number) -> Number:
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"{name} {value}: at least 1, at most {most}")
+        return value
 
-    variable_name = variable(name.partition("/")[0]) if env else None
-    return typer.Option(*names, help=text, envvar=variable_name, callback=within if limit else None)
+    known = variable(name.partition("/")[0]) if env else None
+    return typer.Option(*names, help=text, envvar=known, callback=within if most else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,13 @@ class BackendFlags:
         flag(
             "--nsa-prefill-backend",
             "Kernel of sparse MLA (dsa) for prefill.",
-            aliases="--dsa-prefill-backend",
+            also="--dsa-prefill-backend",
         ),
     ] = None
     nsa_decode_backend: Annotated[
-        Name, flag("--nsa-decode-backend", "… for decode.", aliases="--dsa-decode-backend")
+        Name, flag("--nsa-decode-backend", "… for decode.", also="--dsa-decode-backend")
     ] = None
-    page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.", limit=1 << 16)] = None
+    page_size: Annotated[Number, flag("--page-size", "Tokens per KV page.", most=1 << 16)] = None
     kv_cache_dtype: Annotated[str, flag("--kv-cache-dtype", f"One of {', '.join(KV_DTYPES)}.")] = (
         "auto"
     )
@@ -113,7 +113,7 @@ class InputFlags(BackendFlags):
 
     model: Annotated[
         Path | None,
-        flag("--model", "Model directory or config.json.", aliases="--model-path"),
+        flag("--model", "Model directory or config.json.", also="--model-path"),
     ] = None
     tp: Annotated[int, flag("--tp", "Tensor-parallel ranks.")] = 1
     dtype: Annotated[
@@ -154,12 +154,12 @@ class InputFlags(BackendFlags):
         flag(
             "--speculative-eagle-topk",
             "Draft tokens per step; enables speculation.",
-            limit=1024,
+            most=1024,
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[
         Number,
-        flag("--speculative-num-draft-tokens", "Tokens of a verification; default: 4.", limit=1024),
+        flag("--speculative-num-draft-tokens", "Tokens of a verification; default: 4.", most=1024),
     ] = None
     deterministic: Annotated[
         bool, flag("--deterministic", "Select deterministic backends only.")
@@ -201,9 +201,9 @@ def takes(flags: type[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        extra = list(signature.parameters.values())[1:]
+        own = list(signature.parameters.values())[1:]
         hints = get_type_hints(command, include_extras=True)
-        extra = [p.replace(annotation=hints[p.name]) for p in extra]
+        own = [p.replace(annotation=hints[p.name]) for p in own]
         shared_hints = get_type_hints(flags, include_extras=True)
         shared = [
             inspect.Parameter(
@@ -220,7 +220,7 @@ def takes(flags: type[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
             command(flags(**values), **kwargs)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra] + shared
+        ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         return run
 

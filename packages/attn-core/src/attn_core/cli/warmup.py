@@ -30,7 +30,7 @@ def warmup_command(
         Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
     ] = None,
     max_bs: Annotated[
-        int, flag("--max-bs", "Largest decode batch, in requests.", env=False, limit=1 << 14)
+        int, flag("--max-bs", "Largest decode batch, in requests.", env=False, most=1 << 14)
     ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

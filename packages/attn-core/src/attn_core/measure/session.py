@@ -54,7 +54,7 @@ class Step:
 
 
 def session(
-    jobs: Sequence[Job],
+    todo: Sequence[Job],
     known: Profile,
     environment: Mapping[str, str],
     device: torch.device,
@@ -69,38 +69,36 @@ def session(
     What compiles in between is not counted.
     """
     end = time.monotonic() + 60 * minutes
-    clock, profile = clock_of(device), known
+    clock, seen = clock_of(device), known
     slow: Kinds = {}
-    most_work: Most = {}
-    _count(slow, most_work, known)
-    for job in jobs:
-        viable = [c for c in job.candidates if slow.get(_kind(_key(job, c)), 0) < HOPELESS]
-        candidates = [c for c in viable if not known_in(profile, job, c)]
+    most: Most = {}
+    _count(slow, most, known)
+    for job in todo:
+        rest = [c for c in job.candidates if slow.get(_kind(_key(job, c)), 0) < HOPELESS]
+        candidates = [c for c in rest if not known_in(seen, job, c)]
         if not candidates:
             continue
-        if len(candidates) < len(viable):  # all of a shape again, so that they compare
-            candidates = [c for c in viable if not _bad(profile, job, c)]
+        if len(candidates) < len(rest):  # all of a shape again, so that they compare
+            candidates = [c for c in rest if not _bad(seen, job, c)]
         begin(job)
-        seconds_left = end - time.monotonic()
-        if seconds_left <= 0:
+        left = end - time.monotonic()
+        if left <= 0:
             yield Step(job, Profile(), SPENT)
             continue
         if (need := bytes_of(job.form, job.size)) > memory(device):
             yield Step(job, Profile(), f"it takes {need / 1e9:.1f} GB")
             continue
-        affordable = [c for c in candidates if _predicted(most_work, job, c) * 4 < seconds_left]
-        if not affordable:
+        able = [c for c in candidates if _predicted(most, job, c) * 4 < left]
+        if not able:
             yield Step(job, Profile(), LONGER)
             continue
-        seconds = min(SECONDS, seconds_left)
-        costs, failed, spent = run(
-            job.form, job.size, affordable, device, clock, seconds, arch=arch
-        )
+        seconds = min(SECONDS, left)
+        costs, bad, spent = run(job.form, job.size, able, device, clock, seconds, arch=arch)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        part = Profile(environment=environment, costs=costs, bad=failed, date=now)
-        profile = profile.merged(part)
+        part = Profile(environment=environment, costs=costs, bad=bad, date=now)
+        seen = seen.merged(part)
         end += spent.compiling
-        _count(slow, most_work, part)
+        _count(slow, most, part)
         yield Step(job, part, spent=spent)
 
 
@@ -122,39 +120,39 @@ def run(
     spent = Spent()
     with spent.on(ALL, "inputs"):
         inputs = build(form, size, device)
-    by_key = {Key(c.spec.name, c.digest, form, size): c for c in candidates}
-    calls, failed = dict[Key, Callable[[], Tensor]](), dict[Key, str]()
+    named = {Key(c.spec.name, c.digest, form, size): c for c in candidates}
+    calls, bad = dict[Key, Callable[[], Tensor]](), dict[Key, str]()
     with torch.no_grad():
-        for key, c in by_key.items():
-            with _noting(failed, key, c, device):
+        for key, c in named.items():
+            with _noting(bad, key, c, device):
                 calls[key] = checked(c, inputs, arch, spent)
         with spent.on(ALL, "compare"):
             rows = inputs.disputed()
             for key in calls if rows else ():
-                with _noting(failed, key, by_key[key], device):
-                    inputs.check_rows(calls[key](), rows, rounds=by_key[key].rounds(form))
-        calls = {key: call for key, call in calls.items() if key not in failed}
+                with _noting(bad, key, named[key], device):
+                    inputs.check_rows(calls[key](), rows, rounds=named[key].rounds(form))
+        calls = {key: call for key, call in calls.items() if key not in bad}
         names = {str(i): key for i, key in enumerate(calls)}
         with spent.on(ALL, "rounds"):
             timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
     pool = weakref.ref(inputs.pool)
     del inputs, calls
     with spent.on(ALL, "release"):
-        release(device, in_use=pool() is not None)
-    return {names[i]: cost for i, cost in timed.items()}, failed, spent
+        release(device, held=pool() is not None)
+    return {names[i]: cost for i, cost in timed.items()}, bad, spent
 
 
 @contextmanager
 def _noting(
-    failed: dict[Key, str], key: Key, candidate: Candidate, device: torch.device
+    bad: dict[Key, str], key: Key, candidate: Candidate, device: torch.device
 ) -> Iterator[None]:
     """Note why a candidate failed, if it does; raise where it left the device unusable."""
     try:
         yield
     except CheckFailed as failure:
-        failed[key] = _short(f"wrong: {failure}")
+        bad[key] = _short(f"wrong: {failure}")
     except Exception as error:  # a plugin's code: what it raises is the finding
-        failed[key] = _short(f"{type(error).__name__}: {error}")
+        bad[key] = _short(f"{type(error).__name__}: {error}")
         _usable(device, candidate, error)
 
 
@@ -223,18 +221,18 @@ def _kind(key: Key) -> tuple[str, str, Form, str, bool]:
     return key.backend, key.row, plain(key.form), key.size.phase, key.size.tree
 
 
-def _count(slow: Kinds, most_work: Most, profile: Profile) -> None:
+def _count(slow: Kinds, most: Most, found: Profile) -> None:
     """Count for each backend the last passes of a kind in which it was far slower, and its work."""
-    costs, fastest = profile.costs, dict[tuple[Form, Pass], float]()
+    costs, best = found.costs, dict[tuple[Form, Pass], float]()
     for key, cost in costs.items():
-        fastest[key.form, key.size] = min(cost.us, fastest.get((key.form, key.size), cost.us))
-    for key in profile.bad:
+        best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
+    for key in found.bad:
         slow[_kind(key)] = slow.get(_kind(key), 0) + 1
     for key, cost in costs.items():
-        hopeless = cost.us > FAR * fastest[key.form, key.size]
-        slow[_kind(key)] = slow.get(_kind(key), 0) + 1 if hopeless else 0
-        work_done = work(key.form, key.size), cost.us
-        most_work[key[:2]] = max(work_done, most_work.get(key[:2], work_done))
+        far = cost.us > FAR * best[key.form, key.size]
+        slow[_kind(key)] = slow.get(_kind(key), 0) + 1 if far else 0
+        done = work(key.form, key.size), cost.us
+        most[key[:2]] = max(done, most.get(key[:2], done))
 
 
 def known_in(profile: Profile, job: Job, candidate: Candidate) -> bool:
@@ -251,12 +249,12 @@ def _key(job: Job, candidate: Candidate) -> Key:
     return Key(candidate.spec.name, candidate.digest, job.form, job.size)
 
 
-def _predicted(most_work: Most, job: Job, candidate: Candidate) -> float:
+def _predicted(most: Most, job: Job, candidate: Candidate) -> float:
     """Return the seconds of a call, by the most work of this row that was measured; 0: unknown."""
-    if (name := (candidate.spec.name, candidate.digest)) not in most_work:
+    if (name := (candidate.spec.name, candidate.digest)) not in most:
         return 0.0
-    work_done, us = most_work[name]
-    return us / 1e6 * max(1.0, work(job.form, job.size) / work_done)
+    done, us = most[name]
+    return us / 1e6 * max(1.0, work(job.form, job.size) / done)
 
 
 def memory(device: torch.device) -> float:
@@ -266,17 +264,17 @@ def memory(device: torch.device) -> float:
     return HOST_BYTES
 
 
-def release(device: torch.device, *, in_use: bool = True) -> None:
+def release(device: torch.device, *, held: bool = True) -> None:
     """Give back the memory of a shape: on a GPU only where this process keeps much of it.
 
-    in_use: something still refers to the shape, so that what is unused has to be found. Finding and
+    held: something still refers to the shape, so that what is unused has to be found. Finding and
     allocating again take longer than measuring a small shape.
     """
     if device.type == "cuda":
-        total_memory = torch.cuda.get_device_properties(device).total_memory
-        if torch.cuda.memory_reserved(device) < KEPT * total_memory:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        if torch.cuda.memory_reserved(device) < KEPT * whole:
             return
-    if in_use:
+    if held:
         gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

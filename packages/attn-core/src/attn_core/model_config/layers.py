@@ -21,7 +21,7 @@ def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequiremen
     Raises ModelConfigError for a missing or malformed key, an unknown layer type, or heads that do
     not divide by `tp`.
     """
-    distinct: dict[LayerRequirements, None] = {}
+    seen: dict[LayerRequirements, None] = {}
     for role in dict.fromkeys(_roles(keys, family)):
         if role == "none":
             keys.assume("layers without attention (Mamba, convolution) are left to the model")
@@ -30,12 +30,12 @@ def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequiremen
             if linear is None:
                 keys.assume("linear layers of an unknown recurrence are left to the model")
             else:
-                distinct[linear] = None
+                seen[linear] = None
         else:
-            distinct.update(dict.fromkeys(_softmax(keys, family, role, tp)))
-    if not distinct:
+            seen.update(dict.fromkeys(_softmax(keys, family, role, tp)))
+    if not seen:
         raise ModelConfigError(f"{keys.owner} has no layer that attn-core knows attention for")
-    return tuple(distinct)
+    return tuple(seen)
 
 
 def encoder_decoder_layers(keys: Keys, tp: int) -> tuple[LayerRequirements, ...]:
@@ -113,8 +113,8 @@ def _coded_roles(keys: Keys) -> list[Role]:
     for key, roles in CODED_ROLES.items():
         codes = keys.layers(key)
         if codes and not all(isinstance(code, int) and code in roles for code in codes):
-            known_codes = ", ".join(f"{code} {role}" for code, role in roles.items())
-            raise ModelConfigError(f"{keys.owner} has {key} of other values than {known_codes}")
+            known = ", ".join(f"{code} {role}" for code, role in roles.items())
+            raise ModelConfigError(f"{keys.owner} has {key} of other values than {known}")
         if codes:
             return [roles[code] for code in codes if isinstance(code, int)]
     return []
@@ -124,9 +124,9 @@ def _named_roles(keys: Keys, layer_types: list[object]) -> list[Role]:
     names = [name if isinstance(name, str) else brief(name) for name in layer_types]
     unknown = sorted({name for name in names if name not in LAYER_ROLES})
     if unknown:
-        shown_names = ", ".join(printable(name, 40) for name in unknown[:5])
+        shown = ", ".join(printable(name, 40) for name in unknown[:5])
         raise ModelConfigError(
-            f"{keys.owner} has layers of type {shown_names} (known: "
+            f"{keys.owner} has layers of type {shown} (known: "
             f"{', '.join(LAYER_ROLES)}); give the shapes yourself (--kind, --head-dim, …)"
         )
     return [LAYER_ROLES[name] for name in names]
@@ -172,15 +172,15 @@ def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements
     v_head_dim = int(keys.number("v_head_dim") or head_dim)  # 0 stands for none
     sinks = family.sinks
     if role == "full":  # Gemma 4: other shapes in the layers that see everything
-        global_dim = keys.count("global_head_dim")
-        head_dim, v_head_dim = (global_dim, global_dim) if global_dim else (head_dim, v_head_dim)
+        wide = keys.count("global_head_dim")
+        head_dim, v_head_dim = (wide, wide) if wide else (head_dim, v_head_dim)
         kv = keys.count("num_global_key_value_heads") or kv
         sinks = sinks or keys.get("add_full_attention_sink_bias") is True
     if role == "window" and keys.get("sliding_window") is None:
         keys.assume("layers with a window, and no sliding_window that says how wide: taken as full")
     if role == "window":  # MiMo-V2: other shapes in the layers with a window
-        window_dim = keys.count("swa_head_dim")
-        head_dim, v_head_dim = (window_dim, window_dim) if window_dim else (head_dim, v_head_dim)
+        own = keys.count("swa_head_dim")
+        head_dim, v_head_dim = (own, own) if own else (head_dim, v_head_dim)
         v_head_dim = keys.count("swa_v_head_dim") or v_head_dim
         heads = keys.count("swa_num_attention_heads") or heads
         kv = keys.count("swa_num_key_value_heads") or min(kv, heads)
@@ -207,13 +207,13 @@ def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements
 
 
 def _kv_heads(keys: Keys, heads: int) -> int:
-    kv_heads = keys.count("num_key_value_heads")
+    named = keys.count("num_key_value_heads")
     if keys.get("multi_query") is True and keys.get("new_decoder_architecture") is not True:
         return 1  # Falcon 7B, GPT-BigCode
     groups = keys.count("multi_query_group_num")  # ChatGLM, which may turn it off
     if keys.get("multi_query_attention") is False:
         groups = None
-    return kv_heads or groups or heads
+    return named or groups or heads
 
 
 def _note_chunk(keys: Keys) -> None:

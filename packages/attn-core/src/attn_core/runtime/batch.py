@@ -207,25 +207,25 @@ class ForwardBatch:
         check_starts("cu_seqlens_q", self.cu_seqlens_q, t, self.query_lens_host)
 
     def _check_host_lengths(self, b: int, t: int) -> None:
-        lens, mode, limit = self.query_lens_host, self.forward_mode, self.max_q_len
+        lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len
         if lens is None:
-            check(t <= b * limit, f"{t} tokens of {b} requests: more than max_q_len {limit} each")
+            check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
         else:
             check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
             check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
             low, top = min(lens, default=0), max(lens, default=0)
             check(low >= 0, f"negative length {low} in query_lens_host")
-            check(top <= limit, f"max_q_len {limit} is below {top}")
+            check(top <= most, f"max_q_len {most} is below {top}")
             check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
-        host_lens = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
-        host_lens.pop("cross", None)  # an encoder's lengths
-        for name, keys in host_lens.items():
+        known = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
+        known.pop("cross", None)  # an encoder's lengths
+        for name, keys in known.items():
             short = [i for i, (q, s) in enumerate(zip(lens or (), keys, strict=False)) if s < q]
             if lens and short:
                 q, s = lens[short[0]], keys[short[0]]
                 raise BatchError(f"view {name!r}, request {short[0]}: length {s} < its {q} queries")
-        if len(set(map(tuple, host_lens.values()))) > 1:
-            raise BatchError(f"views of one batch with different lengths: {host_lens}")
+        if len(set(map(tuple, known.values()))) > 1:
+            raise BatchError(f"views of one batch with different lengths: {known}")
 
     def _check_spec(self, b: int) -> None:
         mode, spec = self.forward_mode, self.spec

@@ -69,20 +69,18 @@ def warmup(
     selects = any(x.index_topk for x in dispatcher.routes["prefill"].config.layers)
     if selects and index_heads is None:
         raise UsageError("layers of sparse MLA select keys: give index_heads, of their indexers")
-    first, *alternatives = _dispatchers(dispatcher)
+    first, *others = _fixed(dispatcher)
     passes = list(_passes(first, max_bs, index_heads or 0))
-    for alternative in alternatives:
-        paged = partial(_paged, alternative, index_heads or 0)
-        passes += _over_the_cache(alternative, paged, max_bs)
+    for other in others:
+        paged = partial(_paged, other, index_heads or 0)
+        passes += _over_the_cache(other, paged, max_bs)
     with torch.no_grad():
-        for warmup_pass in passes:
-            step(warmup_pass.backend, warmup_pass.what, len(passes))
+        for one in passes:
+            step(one.backend, one.what, len(passes))
             start = time.perf_counter()
-            warmup_pass.run()
-            _synchronize(dispatcher.caches.device)
-            warmed.append(
-                Warmed(warmup_pass.backend, warmup_pass.what, time.perf_counter() - start)
-            )
+            one.run()
+            _wait(dispatcher.caches.device)
+            warmed.append(Warmed(one.backend, one.what, time.perf_counter() - start))
     return warmed
 
 
@@ -165,13 +163,13 @@ def _sparse(needs: LayerRequirements) -> bool:
     return needs.dual_chunk is not None and needs.dual_chunk.sparse_threshold is not None
 
 
-def _dispatchers(dispatcher: HybridDispatcher) -> list[HybridDispatcher]:
+def _fixed(dispatcher: HybridDispatcher) -> list[HybridDispatcher]:
     """Return dispatchers that pick nothing: of the chosen backends, then of the alternatives."""
     by_role = dispatcher.pickers.by_role
-    max_routes = max((len(p.routes) for p in by_role.values()), default=1)
+    most = max((len(p.routes) for p in by_role.values()), default=1)
     picked = [
         {role: p.routes[i].backend for role, p in by_role.items() if i < len(p.routes)}
-        for i in range(1, max_routes)
+        for i in range(1, most)
     ]
     return [
         HybridDispatcher(dispatcher.routes | routes, dispatcher.caches, dispatcher.linear)
@@ -200,8 +198,8 @@ def _over_the_cache(
         yield paged("prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
         yield paged("mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
     for size in sorted({1, max_bs}):
-        label = f"decode, batch size {size}"
-        yield paged(label, modes.DECODE, (1,) * size, (_ROOM,) * size)
+        what = f"decode, batch size {size}"
+        yield paged(what, modes.DECODE, (1,) * size, (_ROOM,) * size)
     if "verify" in dispatcher.routes:
         config = dispatcher.routes["verify"].config
         n, topk = config.num_draft_tokens or 4, max(config.topk, 1)
@@ -210,8 +208,8 @@ def _over_the_cache(
         device = dispatcher.caches.device
         tree = mask.expand(1, n, n).contiguous().to(device) if topk > 1 else None
         spec = SpecInfo(topk=topk, num_draft_tokens=n, tree_mask=tree)
-        label = f"verify, {n} drafts"
-        yield paged(label, modes.TARGET_VERIFY, (n,), (n + 60,), spec)
+        what = f"verify, {n} drafts"
+        yield paged(what, modes.TARGET_VERIFY, (n,), (n + 60,), spec)
         yield paged("draft decode", modes.DRAFT_DECODE, (1,) * topk, (61,) * topk)
         yield paged("draft extend", modes.DRAFT_EXTEND, (1, 3), (18, 33))
 
@@ -219,7 +217,7 @@ def _over_the_cache(
 def _paged(
     dispatcher: HybridDispatcher,
     index_heads: int,
-    label: str,
+    what: str,
     mode: ForwardMode,
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
@@ -272,18 +270,18 @@ def _paged(
                 queries = zeros(*tokens, index_heads, dim)
                 index = queries, zeros(*tokens, dim), queries[..., 0].float()
                 chosen = dispatcher.index_topk(*index, layer, batch, metadata)
-                slots_out = batch.views[layer.view].out_cache_loc
-                if k is not None and slots_out is not None:  # as where index_topk is given both
-                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, slots_out)
+                at = batch.views[layer.view].out_cache_loc
+                if k is not None and at is not None:  # as where index_topk is given both
+                    write_latents_and_index(pool.layer(layer.layer_id), index[1], k, at)
             dispatcher.forward(q, k, v, layer, batch, metadata, topk_indices=chosen)
 
-    return _Pass(backend.config.name, label, run)
+    return _Pass(backend.config.name, what, run)
 
 
 def _cached(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return [x for x in distinct(layers) if x.is_causal or x.is_cross]
 
 
-def _synchronize(device: torch.device) -> None:
+def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -107,13 +107,13 @@ class Costs:
     def _sum(
         self, name: str, digest: str, layers: tuple[Form, ...], size: Pass, graphs: bool
     ) -> Estimate | None:
-        estimates = []
+        found = []
         for form in layers:
-            estimate = self.model.estimate(name, digest, form, size, graphs=graphs)
-            if estimate is None:
+            one = self.model.estimate(name, digest, form, size, graphs=graphs)
+            if one is None:
                 return None
-            estimates.append(estimate)
-        us, low, high, measured = zip(*estimates, strict=True)
+            found.append(one)
+        us, low, high, measured = zip(*found, strict=True)
         return Estimate(sum(us), sum(low), sum(high), all(measured))
 
     def expected(
@@ -125,26 +125,26 @@ class Costs:
         where these passes serve few of the workload's requests: one small batch that was measured
         says nothing about a large one.
         """
-        measured_parts = [self.parts(spec, row, phase, page_size) for spec, row in rows]
+        found = [self.parts(spec, row, phase, page_size) for spec, row in rows]
         passes = self.workload.passes(phase, self.needs.speculation)
-        total = sum(weight * size.requests for size, weight in passes) or 1.0
+        whole = sum(weight * size.requests for size, weight in passes) or 1.0
 
         def served(parts: list[Part]) -> float:
-            return sum(p.weight * p.size.requests for p in parts) / total
+            return sum(p.weight * p.size.requests for p in parts) / whole
 
-        widest = max(measured_parts, key=served, default=[])
-        sizes, covered = {p.size for p in widest}, served(widest)
-        comparable: list[Expected | None] = []
-        for parts in measured_parts:
-            shared = tuple(p for p in parts if p.size in sizes)
-            compares = covered >= LEAST and len(shared) == len(sizes)
-            comparable.append(Expected(shared, covered) if compares else None)
-        return comparable
+        most = max(found, key=served, default=[])
+        wanted, covered = {p.size for p in most}, served(most)
+        shares: list[Expected | None] = []
+        for parts in found:
+            both = tuple(p for p in parts if p.size in wanted)
+            compares = covered >= LEAST and len(both) == len(wanted)
+            shares.append(Expected(both, covered) if compares else None)
+        return shares
 
     def on_pages(
-        self, spec: BackendSpec, row: Capabilities, phase: Phase, page: int | None, cost: Expected
+        self, spec: BackendSpec, row: Capabilities, phase: Phase, page: int | None, of: Expected
     ) -> Expected:
-        """Return the same passes as `cost` on pages of another size."""
-        sizes = {p.size for p in cost.parts}
-        parts = tuple(p for p in self.parts(spec, row, phase, page) if p.size in sizes)
-        return Expected(parts, cost.covered) if len(parts) == len(sizes) else cost
+        """Return the same passes as `of` on pages of another size."""
+        wanted = {p.size for p in of.parts}
+        parts = tuple(p for p in self.parts(spec, row, phase, page) if p.size in wanted)
+        return Expected(parts, of.covered) if len(parts) == len(wanted) else of

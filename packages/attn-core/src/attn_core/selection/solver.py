@@ -170,24 +170,24 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
         mode = s.needs.speculation.mode
         verifier = replace(roles[mode], reason=f"--speculative-attention-mode {mode}")
         roles["verify"] = roles["draft"] = verifier
-    selection = replace(
+    found = replace(
         base,
         roles=roles,
         page_size=page,
         page_size_reason=page_reason,
         layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
     )
-    return with_alternatives(s, selection, pre, dec, fitting, _conflict)
+    return with_alternatives(s, found, pre, dec, fitting, _conflict)
 
 
 def _joint_rank(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[float, ...]:
     """Rank a pair: the sum of both, whose expected costs are those on the pages that they share."""
     if pre.expected is None or dec.expected is None or _conflict(s, pre, dec):
-        pair = pre, dec
+        both = pre, dec
     else:
         page = _page(s, pre, dec)[0]
-        pair = s.on_pages(pre, page), s.on_pages(dec, page)
-    return tuple(a + b for a, b in zip(*map(s.rank, pair), strict=True))
+        both = s.on_pages(pre, page), s.on_pages(dec, page)
+    return tuple(a + b for a, b in zip(*map(s.rank, both), strict=True))
 
 
 def _choice(chosen: Verdict, reason: str) -> Choice:
@@ -221,8 +221,8 @@ def _page(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[int, str]:
     smallest = smallest_page(rows, limit) or 1
     for v in (dec, pre):
         page = v.row.preferred_page_size
-        common = page and not limit % page and all(takes_page(row, page) for row in rows)
-        if page and common and page != smallest:
+        able = page and not limit % page and all(takes_page(row, page) for row in rows)
+        if page and able and page != smallest:
             return page, (
                 f"{v.spec.name} prefers {page} to {smallest}: {v.row.preferred_page_reason}; a "
                 f"cached prefix is then reused in whole pages of {page} tokens"
@@ -241,8 +241,8 @@ def _solve_vision(s: RowJudge, base: Selection) -> Selection:
         problem = nothing_fits(s, verdicts, Phase.ENCODE)
         if s.overrides.mm_attention_backend:
             raise NoBackendError(problem, base)
-        assumption = f"the vision tower keeps the model's own attention: {problem}"
-        return replace(base, assumptions=(*base.assumptions, assumption))
+        kept = f"the vision tower keeps the model's own attention: {problem}"
+        return replace(base, assumptions=(*base.assumptions, kept))
     best = options[0]
     return replace(base, roles={**base.roles, "encode": _choice(best, s.reason(best, "softmax"))})
 
@@ -262,15 +262,15 @@ def _solve_linear(s: RowJudge, base: Selection) -> Selection:
         else:
             problems.append(nothing_fits(s, verdicts, phase))
     o = s.overrides
-    overrides = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
-    if problems and any(overrides):  # a name is honoured, or all of it is refused
+    named = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
+    if problems and any(named):  # a name is honoured, or all of it is refused
         raise NoBackendError("; ".join(problems), base)
     verifier = None
     if s.needs.speculation is not None:
         verifier = _linear_verifier(s, base, best)
     if problems:
-        assumption = f"the model keeps its own linear attention layers: {'; '.join(problems)}"
-        return replace(base, assumptions=(*base.assumptions, assumption))
+        kept = f"the model keeps its own linear attention layers: {'; '.join(problems)}"
+        return replace(base, assumptions=(*base.assumptions, kept))
     roles: dict[Role, Choice] = {
         role_of("linear", v.phase): _choice(v, s.reason(v, "linear")) for v in best.values()
     }
@@ -285,14 +285,12 @@ def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) 
     A model's own layers cannot: nobody takes their state back to the accepted draft.
     """
     topk = s.needs.speculation.topk if s.needs.speculation is not None else 0
-    verifiers = [
-        v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_verify_topk >= topk
-    ]
-    if len(best) < 2 or not verifiers:
+    able = [v for v in s.weigh("linear", Phase.DECODE) if v.fits and v.row.max_verify_topk >= topk]
+    if len(best) < 2 or not able:
         raise NoBackendError(
             f"no linear backend verifies topk {topk} on {s.device}, and the state of the model's "
             "own linear layers cannot be taken back to the accepted draft; run without speculation",
             base,
         )
     chosen = best["decode"].spec.name
-    return min(verifiers, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))
+    return min(able, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))

@@ -24,10 +24,10 @@ def check_layer(layer: Any, name: str) -> None:
     cap of 0 or less.
     Some engines write "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
     """
-    for field_name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-        value = getattr(layer, field_name)
+    for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+        value = getattr(layer, what)
         if value is not None and not is_count(value):
-            raise UsageError(f"{name}: {field_name} {value!r} (expected an integer of 1 or more)")
+            raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
     window, cap = layer.sliding_window, layer.logit_cap
     if window is not None and not is_count(window):
         raise UsageError(
@@ -94,26 +94,26 @@ class LayerRequirements:
         if self.family == "softmax" and q and kv and q % kv:
             raise UsageError(f"{q} query heads are no multiple of {kv} KV heads")
         if self.dual_chunk is not None:
-            excluded = ("sliding_window", "sinks", "cross", "encoder")
-            conflicts = [name for name in excluded if getattr(self, name)]
-            conflicts += [f"kind {self.kind}"] * (self.kind != "mha")
+            others = ("sliding_window", "sinks", "cross", "encoder")
+            beside = [name for name in others if getattr(self, name)]
+            beside += [f"kind {self.kind}"] * (self.kind != "mha")
             if self.logit_cap is not None and self.dual_chunk.sparse_threshold is not None:
-                conflicts.append("sparse prompts and logit_cap")
-            if conflicts:
+                beside.append("sparse prompts and logit_cap")
+            if beside:
                 raise UsageError(
-                    f"dual chunk attention with {', '.join(conflicts)} (expected causal "
+                    f"dual chunk attention with {', '.join(beside)} (expected causal "
                     "self-attention of kind mha, without a window or sinks; where it is sparse, "
                     "without a logit cap)"
                 )
 
     def _check_indexer(self) -> None:
-        excluded: tuple[str, ...] = ("index_heads", "index_dim") if self.shares_topk else ()
+        none: tuple[str, ...] = ("index_heads", "index_dim") if self.shares_topk else ()
         if self.kind != "dsa":
-            excluded = ("index_topk", "index_heads", "index_dim", "shares_topk")
-        if conflicts := [name for name in excluded if getattr(self, name)]:
+            none = ("index_topk", "index_heads", "index_dim", "shares_topk")
+        if beside := [name for name in none if getattr(self, name)]:
             expected = "kind dsa" if self.kind != "dsa" else "none with shares_topk"
             raise UsageError(
-                f"layers of kind {self.kind} with {', '.join(conflicts)} (expected {expected})"
+                f"layers of kind {self.kind} with {', '.join(beside)} (expected {expected})"
             )
 
     @classmethod
@@ -173,8 +173,8 @@ class Speculation:
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"speculation with {name} {value!r} (expected 1 or more)")
         if self.mode not in get_args(VerifyMode):
-            modes = " or ".join(get_args(VerifyMode))
-            raise UsageError(f"speculation with mode {self.mode!r} (expected {modes})")
+            known = " or ".join(get_args(VerifyMode))
+            raise UsageError(f"speculation with mode {self.mode!r} (expected {known})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,14 +57,14 @@ class Difference:
     unwritten: str = ""
 
     def __str__(self) -> str:
-        verdict_text = "; ".join(
+        said = "; ".join(
             f"{name} is {'wrong' if verdict.wrong else 'right'} ({verdict})"
             for name, verdict in self.verdicts.items()
         )
-        next_step = f"`attn replay {self.file}` reproduces it" if self.file else self.unwritten
+        then = f"`attn replay {self.file}` reproduces it" if self.file else self.unwritten
         return (
             f"pass {self.number} ({self.mode.value}), layer {self.layer}, request {self.request}: "
-            f"{verdict_text}; {next_step}"
+            f"{said}; {then}"
         )
 
 
@@ -114,8 +114,8 @@ class Shadow:
         if self._second:
             raise UsageError("this Shadow has a dispatcher already: create one for each")
         for first in backends:
-            is_other = first.config.name != self._spec.name and first.config.row.absorbed
-            if is_other and id(first) not in self._second:
+            other = first.config.name != self._spec.name and first.config.row.absorbed
+            if other and id(first) not in self._second:
                 self._second[id(first)] = self._create(first.config, layout)
         if not self._second:
             raise UsageError(
@@ -127,8 +127,8 @@ class Shadow:
         setting = Setting.of(config)
         chunks = any(layer.dual_chunk is not None for layer in config.layers)
         if setting.kind not in ("mha", "mla") or chunks:
-            label = "dual chunk attention" if chunks else f"kind {setting.kind}"
-            raise UnsupportedError(f"a shadow of {label} (supports mha and mla)")
+            what = "dual chunk attention" if chunks else f"kind {setting.kind}"
+            raise UnsupportedError(f"a shadow of {what} (supports mha and mla)")
         row = fitting_row(
             self._spec,
             self._registry,
@@ -146,16 +146,16 @@ class Shadow:
 
     def route(self, route: Route, batch: ForwardBatch) -> Route | None:
         """Return a route that also runs the second backend, None if this pass is not sampled."""
-        number, mode_count = self.passes, self._turns[batch.forward_mode]
+        number, turn = self.passes, self._turns[batch.forward_mode]
         self.passes += 1
         self._turns[batch.forward_mode] += 1
         second = self._second.get(id(route.backend))
-        if second is None or mode_count % self.every or self._resting() or _capturing(batch):
+        if second is None or turn % self.every or self._resting() or _capturing(batch):
             return None
         try:
             refuse_drafts(second.config, batch)
-            copied = _read_only(batch)
-            sampled = _Sampled(number, second, copied, second.init_forward_metadata(copied))
+            own = _read_only(batch)
+            sampled = _Sampled(number, second, own, second.init_forward_metadata(own))
         except Exception as error:  # a plugin's code must not stop the pass that it watches
             self._failed(error)
             return None
@@ -192,18 +192,18 @@ class Shadow:
     ) -> None:
         second, lse = sampled.backend, return_lse and sampled.backend.config.row.lse
         refuse_scales(second.config, call.layer, call.cache)
-        output = second.forward(
+        got = second.forward(
             call.q, call.k, call.v, call.layer, call.cache, sampled.batch, sampled.metadata,
             out=None, return_lse=lse,
         )  # fmt: skip
         answers = {}
-        for backend, value in ((first, result), (second, output)):
+        for backend, value in ((first, result), (second, got)):
             rounds = _rounds(backend.config)
             answers[backend.config.name] = Answer(*_parts(value, lse), rounds)
         self.compared += 1
         a, b = answers.values()
-        wrong_requests = [i for i in suspects(a, b, call.batch) if not padded(call, i)]
-        for request in wrong_requests[:MOST_SUSPECTS]:
+        real = [i for i in suspects(a, b, call.batch) if not padded(call, i)]
+        for request in real[:MOST_SUSPECTS]:
             alone = captured(first.config, call, answers, [request], {})
             verdicts = judge(alone, _of(alone.recorded, answers))
             if any(verdict.wrong for verdict in verdicts.values()):
@@ -221,16 +221,16 @@ class Shadow:
     ) -> None:
         mode, layer = call.batch.forward_mode, call.layer.layer_id
         path: Path | None = None
-        reason = ""
-        requests, size = [request], nbytes(call, [request])
+        why = ""
+        kept, size = [request], nbytes(call, [request])
         if size > self.max_bytes:
-            reason = f"no file: it would take {size} bytes, max_bytes is {self.max_bytes}"
+            why = f"no file: it would take {size} bytes, max_bytes is {self.max_bytes}"
         else:
-            all_requests = list(range(call.batch.batch_size))
-            requests = all_requests if nbytes(call, all_requests) <= self.max_bytes else requests
+            everyone = list(range(call.batch.batch_size))
+            kept = everyone if nbytes(call, everyone) <= self.max_bytes else kept
             about = {
                 "pass": sampled.number,
-                "request": requests.index(request),
+                "request": kept.index(request),
                 "request_of_the_pass": request,
                 "first": config.name,
                 "second": self._spec.name,
@@ -241,11 +241,11 @@ class Shadow:
             path = self.folder / f"pass{sampled.number}-{mode.value}-layer{layer}.safetensors"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                save(captured(config, call, answers, requests, about), path)
+                save(captured(config, call, answers, kept, about), path)
             except (OSError, AttnError) as error:
-                path, reason = None, f"no file: {error}"
+                path, why = None, f"no file: {error}"
         plain = {name: dataclasses.replace(v, request=request) for name, v in verdicts.items()}
-        self.difference = Difference(sampled.number, mode, layer, request, plain, path, reason)
+        self.difference = Difference(sampled.number, mode, layer, request, plain, path, why)
         logger.error("%s", self.difference)
         if self._report is not None:
             self._report(self.difference)
@@ -283,8 +283,8 @@ def _rounds(config: BackendConfig) -> torch.dtype | None:
 
 
 def _parts(value: Output, lse: bool) -> tuple[Tensor, Tensor | None]:
-    out, log_sum_exp = value if isinstance(value, tuple) else (value, None)
-    return out, log_sum_exp if lse else None
+    out, found = value if isinstance(value, tuple) else (value, None)
+    return out, found if lse else None
 
 
 def _of(

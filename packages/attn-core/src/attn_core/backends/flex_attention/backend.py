@@ -139,8 +139,8 @@ class FlexAttention(AttentionBackend):
             refuse_unplanned(layer, metadata)
         # Plain tensors in every grad and inference mode: any other kind would be compiled anew.
         with torch.inference_mode(False), torch.no_grad():
-            output = self._attend(q, layer, cache, plan, compiled)
-        return out.copy_(output)
+            done = self._attend(q, layer, cache, plan, compiled)
+        return out.copy_(done)
 
     def _attend(
         self, q: Tensor, layer: AttentionLayer, cache: LayerCache, plan: Plan, compiled: Kernel
@@ -156,8 +156,8 @@ class FlexAttention(AttentionBackend):
         if max(k.numel(), v.numel()) > self._most:  # a larger pool: its blocks of this pass alone
             tiles, blocks = tiles.compact()
             per = k.shape[1] // self._block
-            block_index = (blocks // per, blocks % per)
-            k, v = (x.view(len(x), per, self._block, *x.shape[2:])[block_index] for x in (k, v))
+            at = (blocks // per, blocks % per)
+            k, v = (x.view(len(x), per, self._block, *x.shape[2:])[at] for x in (k, v))
         kv_heads, v_dim = layer.num_kv_heads, layer.v_head_dim
         (count, queries), group = tiles.tokens.shape, layer.num_q_heads // layer.num_kv_heads
         # copied, so that the strides are always those of the probe
@@ -166,10 +166,10 @@ class FlexAttention(AttentionBackend):
         rows = q.new_empty(count, kv_heads, queries * group, dim)
         picked = q[tiles.tokens].view(count, queries, kv_heads, group, dim).transpose(1, 2)
         rows.view(count, kv_heads, queries, group, dim).copy_(picked)
-        output = compiled(rows, k, v, tiles)[..., :v_dim]
-        output = output.reshape(count, kv_heads, queries, group, v_dim).transpose(1, 2)
-        return output.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
+        done = compiled(rows, k, v, tiles)[..., :v_dim]
+        done = done.reshape(count, kv_heads, queries, group, v_dim).transpose(1, 2)
+        return done.reshape(count * queries, kv_heads * group, v_dim)[tiles.picks]
 
     def _padded(self, x: Tensor) -> Tensor:
-        missing = self._least_dim - x.shape[-1]
-        return torch.nn.functional.pad(x, (0, missing)) if missing > 0 else x
+        lacking = self._least_dim - x.shape[-1]
+        return torch.nn.functional.pad(x, (0, lacking)) if lacking > 0 else x

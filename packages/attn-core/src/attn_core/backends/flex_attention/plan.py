@@ -73,9 +73,9 @@ class Tiles:
         if blocks not in self._lists:
             starts = self.request * blocks
             places = self.request.new_empty(self.requests * blocks, dtype=torch.int32)
-            max_blocks = self.partial.shape[1]
+            most = self.partial.shape[1]
             block = self.partial.flatten()[self.real]
-            places[starts[self.real // max_blocks] + block] = self.logical.int()
+            places[starts[self.real // most] + block] = self.logical.int()
             self._lists[blocks] = Lists(
                 partial=_widened(self.partial, blocks),
                 full=_widened(self.full, blocks),
@@ -95,8 +95,8 @@ class Tiles:
                 x.masked_fill(torch.arange(x.shape[1], device=x.device) >= count[:, :, 0], 0)
                 for x, count in zip((self.partial, self.full), counts, strict=True)
             ]
-            blocks, positions = torch.unique(torch.cat(listed, 1), return_inverse=True)
-            partial, full = positions.int().split([x.shape[1] for x in listed], 1)
+            blocks, at = torch.unique(torch.cat(listed, 1), return_inverse=True)
+            partial, full = at.int().split([x.shape[1] for x in listed], 1)
             if len(blocks) < 2:  # one block alone would be compiled anew
                 blocks = blocks.repeat(2)
             tiles = replace(self, partial=partial, full=full, _lists={}, _compact=[])
@@ -134,8 +134,8 @@ def gather_tokens(
     blocks, int32 [B, blocks], by the numbers that they have in the copy.
     """
     n, s = torch.tensor(query_lens, device="cpu"), torch.tensor(key_lens, device="cpu")
-    first_visible = torch.zeros_like(s) if window is None else (s - n - window + 1).clamp(min=0)
-    first = first_visible // block
+    seen = torch.zeros_like(s) if window is None else (s - n - window + 1).clamp(min=0)
+    first = seen // block
     end = torch.where(n > 0, -(-s // block), first)
     counts = end - first
     starts = counts.cumsum(0) - counts
@@ -145,7 +145,7 @@ def gather_tokens(
         request, number = (torch.cat((x, x)) for x in (request, number))
     position = number[:, None] * block + torch.arange(block, device="cpu")
     request = request[:, None]
-    dead = (position < first_visible[request]) | (position >= s[request])
+    dead = (position < seen[request]) | (position >= s[request])
     num_slots = table.shape[1] * page_size  # a slot that no query sees may be any
     position, request, dead = (
         x.to(table.device) for x in (position.clamp(max=num_slots - 1), request, dead)
@@ -187,22 +187,20 @@ def cut(
     picks = (torch.arange(queries, device="cpu") < size[:, None]).flatten().nonzero()[:, 0]
 
     begin, end = low[:, 0] // block, high[:, -1] // block + 1
-    full_from = -(-low[:, -1] // block)  # blocks from here on start where every query sees them
-    stop = torch.maximum(full_from, (high[:, 0] + 1) // block)  # and up to here they end there
+    whole = -(-low[:, -1] // block)  # blocks from here on start where every query sees them
+    stop = torch.maximum(whole, (high[:, 0] + 1) // block)  # and up to here they end there
     if len(request) < 2:
         tokens, low, high, request = (torch.cat((x, x)) for x in (tokens, low, high, request))
-        begin, end, full_from, stop = (torch.cat((x, x * 0)) for x in (begin, end, full_from, stop))
-    num_partial = full_from - begin
-    full_count, partial_count = stop - full_from, num_partial + end - stop
+        begin, end, whole, stop = (torch.cat((x, x * 0)) for x in (begin, end, whole, stop))
+    before = whole - begin
+    full_count, partial_count = stop - whole, before + end - stop
 
     i = torch.arange(int(full_count.max()), device="cpu")
-    full = (full_from[:, None] + i).clamp(max=table.shape[1] - 1).to(device)
+    full = (whole[:, None] + i).clamp(max=table.shape[1] - 1).to(device)
     i = torch.arange(int(partial_count.max()), device="cpu")
-    partial = torch.where(
-        i < num_partial[:, None], begin[:, None] + i, (stop - num_partial)[:, None] + i
-    )
-    valid = (i < partial_count[:, None]).flatten().nonzero()[:, 0]
-    logical = partial.flatten()[valid]
+    partial = torch.where(i < before[:, None], begin[:, None] + i, (stop - before)[:, None] + i)
+    real = (i < partial_count[:, None]).flatten().nonzero()[:, 0]
+    logical = partial.flatten()[real]
     partial = partial.clamp(max=table.shape[1] - 1).to(device)
     request = request.to(device)
 
@@ -224,6 +222,6 @@ def cut(
         high=rows(high),
         first_row=(torch.arange(len(tokens), device="cpu") * queries * group).to(device),
         request=request,
-        real=valid.to(device),
+        real=real.to(device),
         logical=logical.to(device),
     )
