@@ -136,8 +136,8 @@ def measure(name: str, case: Case, registry: Registry, device: torch.device, kin
     try:
         return _measured(name, build(case, device), registry, kind)
     except Exception as error:  # another project's code may raise anything: record it, go on
-        said = " ".join(str(error).split())
-        return replace(result, error=f"{type(error).__name__}: {said[:300]}")
+        message = " ".join(str(error).split())
+        return replace(result, error=f"{type(error).__name__}: {message[:300]}")
 
 
 def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Found:

@@ -86,8 +86,8 @@ def target(args: argparse.Namespace, device: str) -> pathlib.Path:
     A record says who is the best of all peers: a run beside some of them goes elsewhere.
     """
     path: pathlib.Path = args.out or default_path(device, args.phase)
-    whole = {"cases": "", "peers": "all", "prepare_limit": None}
-    partial = [f"--{n.replace('_', '-')}" for n, all_ in whole.items() if vars(args)[n] != all_]
+    full = {"cases": "", "peers": "all", "prepare_limit": None}
+    partial = [f"--{n.replace('_', '-')}" for n, all_ in full.items() if vars(args)[n] != all_]
     if partial and path.resolve().parent == FOLDER.resolve():
         raise SystemExit(
             f"{' and '.join(partial)}: a record in {FOLDER} has all cases and all installed peers; "

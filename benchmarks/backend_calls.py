@@ -71,9 +71,9 @@ def backend_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], Call
 
     A call writes new keys and values. What a case's pages are is the same for all.
     """
-    for asked in ASKED:
-        for name in asked.backends:
-            yield f"{name} {asked.name}", partial(_call, name, asked, device)
+    for requested in ASKED:
+        for name in requested.backends:
+            yield f"{name} {requested.name}", partial(_call, name, requested, device)
 
 
 def _call(name: str, asked: Asked, device: torch.device) -> Calls:
@@ -83,8 +83,8 @@ def _call(name: str, asked: Asked, device: torch.device) -> Calls:
         run = _made(name, asked, device)
         run()
     except Exception as error:  # another project's code may raise anything
-        said = " ".join(str(error).split())
-        print(f"{label}: {type(error).__name__}: {said[:200]}", file=sys.stderr, flush=True)
+        message = " ".join(str(error).split())
+        print(f"{label}: {type(error).__name__}: {message[:200]}", file=sys.stderr, flush=True)
         return
     yield label, run
 

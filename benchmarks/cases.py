@@ -196,8 +196,8 @@ class Inputs:
         out = out.reshape(-1, self.case.q_heads, self.case.v_head_dim)
         if not bool(out.isfinite().all()):
             return float("inf")
-        wanted = self.wanted.flatten(1)
-        error = (out[self.rows].float().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+        expected = self.wanted.flatten(1)
+        error = (out[self.rows].float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
         return float(error.max())
 
 
@@ -247,7 +247,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
     slots = batch.views["full"].out_cache_loc
     assert slots is not None  # built above
     k, v = read_kv(cache, slots, q.dtype)
-    rows, wanted = _reference(case, q, cache, table, batch.spec)
+    rows, expected = _reference(case, q, cache, table, batch.spec)
     return Inputs(
         case=case,
         q=q,
@@ -258,7 +258,7 @@ def build(case: Case, device: torch.device | str, seed: int = 0) -> Inputs:
         batch=batch,
         layer=layer,
         rows=rows,
-        wanted=wanted,
+        wanted=expected,
     )
 
 

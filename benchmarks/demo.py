@@ -38,7 +38,7 @@ def main() -> None:
     model = model_file()
     machine = f"{probe_device()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     versions = ", ".join(f"{x} {version(x)}" for x in ("attn-core", "torch", "transformers"))
-    said = [f"# {datetime.date.today()}, {machine}, {versions}\n"]
+    sections = [f"# {datetime.date.today()}, {machine}, {versions}\n"]
     for command in commands(model, [x for x in sys.argv[1:] if x != "--record"]):
         line = f"$ {shlex.join(command)}\n"
         print(line, flush=True)
@@ -48,9 +48,9 @@ def main() -> None:
         if record:
             text = done.stdout.decode()
             print(text)
-            said.append(f"{line.replace(str(model), model.name)}\n{text}")
+            sections.append(f"{line.replace(str(model), model.name)}\n{text}")
     if record:
-        RESULTS.write_text("".join(said))
+        RESULTS.write_text("".join(sections))
         print(f"wrote {RESULTS}; `nox -s readme` puts it into README.md")
 
 

@@ -55,7 +55,7 @@ def measure(name: str, case: Case, device: torch.device, timer: Timer) -> dict[s
     contestant = our_backend(name, load_plugins(), device)
     attention = _timed(contestant, build(case, device), timer)
     inputs = build(replace(case, kv_dtype=STORE), device)
-    whole = _timed(contestant, inputs, timer)
+    full = _timed(contestant, inputs, timer)
     size, table = case.page_size, inputs.page_table
     used = torch.arange(table.shape[1], device=device) < -(-inputs.seq_lens[:, None] // size)
     pages, dtype = table[used], inputs.q.dtype
@@ -75,10 +75,10 @@ def measure(name: str, case: Case, device: torch.device, timer: Timer) -> dict[s
         "attention_us": attention,
         "copies_us": copies,
         "torch_copies_us": torch_copies,
-        "whole_us": whole,
+        "whole_us": full,
         "copies_gbs": tokens * (stored + copied) / copies / 1e3,
         "copies_to_attention": copies / attention,
-        "whole_to_attention": whole / attention,
+        "whole_to_attention": full / attention,
     }
     return row | {key: round(value, 3) for key, value in times.items()}
 

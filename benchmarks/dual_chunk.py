@@ -126,14 +126,14 @@ def measure_case(
     floor = ceilings.floor_us(case.bytes, case.flops)
     runs: list[tuple[Contestant, Inputs]] = [(field.baseline, plain)]
     runs += [(x, dual) for x in field.ours]
-    found: list[list[Entry]] = [[] for _ in runs]
-    for turn in range(rounds):
-        at = turn % len(runs)
+    result: list[list[Entry]] = [[] for _ in runs]
+    for round_number in range(rounds):
+        at = round_number % len(runs)
         for i in (*range(at, len(runs)), *range(at)):
             contestant, inputs = runs[i]
-            found[i].append(measure(contestant, inputs, timer, floor))
+            result[i].append(measure(contestant, inputs, timer, floor))
     entries: list[Record] = []
-    for each in found:
+    for each in result:
         failed = next((x for x in each if x.us is None or x.wrong), None)
         us = [x.us for x in each if x.us is not None]
         entry = failed or replace(each[0], us=statistics.median(us))
@@ -230,10 +230,10 @@ def main(
             print(f"--seconds is over: {len(work) - number + 1} cases are left out")
             break
         print(f"[{number}/{len(work)}] {title}", flush=True)
-        got = run()
-        got["commit"] = report["versions"].get("commit")
-        wrong |= any(x.get("wrong", False) for x in got["entries"][1:])
-        report["cases"].append(got)
+        actual = run()
+        actual["commit"] = report["versions"].get("commit")
+        wrong |= any(x.get("wrong", False) for x in actual["entries"][1:])
+        report["cases"].append(actual)
         report["cases"].sort(key=lambda x: order.get(x["name"], len(order)))
         out.write_text(json.dumps(report, indent=1) + "\n")
         gc.collect()

@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     first: dict[str, list[int]] = {}
     failed: dict[str, str] = {}
-    for turn in range(args.rounds + 1):  # the first compiles and is not counted
-        for name in names if turn % 2 else names[::-1]:
+    for round_number in range(args.rounds + 1):  # the first compiles and is not counted
+        for name in names if round_number % 2 else names[::-1]:
             if name in failed:
                 continue
             try:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed[name] = str(error).partition("\n")[0][:300]
                 continue
             first[name] = [row[0] for row in tokens]
-            if turn:
+            if round_number:
                 seconds[name].append(taken)
         entries = entries_of(names, seconds, first, failed, args.requests * args.new)
         save(argv, args, entries)  # a time limit leaves the rounds before it

@@ -89,8 +89,8 @@ class Earlier:
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, dtype: str, name: str) -> None:
         paths = sorted(folder.resolve().glob("packages/*/src"))
-        asked = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-        self.commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        self.commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         if not paths or not self.commit:
             raise SystemExit(
                 f"generate_cpu: {folder} is no checkout of this repository; make one with "
@@ -116,19 +116,19 @@ class Earlier:
     def __call__(self, ids: Tensor, mask: Tensor, new: int) -> tuple[float, float, Tensor]:
         """Return what `generate` does."""
         assert self._process.stdin is not None
-        asked = {"ids": ids.tolist(), "mask": mask.tolist(), "new": new}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        requested = {"ids": ids.tolist(), "mask": mask.tolist(), "new": new}
+        self._process.stdin.write(json.dumps(requested) + "\n")
         self._process.stdin.flush()
-        said = self._answer()
-        return said["prompt_s"], said["steps_s"], torch.tensor(said["tokens"])
+        message = self._answer()
+        return message["prompt_s"], message["steps_s"], torch.tensor(message["tokens"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit("generate_cpu: the process of the earlier commit ended; see above")
-        said: dict[str, Any] = json.loads(line)
-        return said
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 def main() -> None:
@@ -141,12 +141,12 @@ def main() -> None:
     print(json.dumps({"attn_core": attn_core.__file__}), file=answers, flush=True)
     with torch.inference_mode():
         for line in sys.stdin:
-            asked = json.loads(line)
-            ids, mask = torch.tensor(asked["ids"]), torch.tensor(asked["mask"])
+            requested = json.loads(line)
+            ids, mask = torch.tensor(requested["ids"]), torch.tensor(requested["mask"])
             with attending(model, name):
-                first, rest, tokens = generate(model, ids, mask, asked["new"])
-            said = {"prompt_s": first, "steps_s": rest, "tokens": tokens.tolist()}
-            print(json.dumps(said), file=answers, flush=True)
+                first, rest, tokens = generate(model, ids, mask, requested["new"])
+            message = {"prompt_s": first, "steps_s": rest, "tokens": tokens.tolist()}
+            print(json.dumps(message), file=answers, flush=True)
 
 
 if __name__ == "__main__":

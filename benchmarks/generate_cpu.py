@@ -83,9 +83,9 @@ def measure(
     rates: dict[str, list[float]] = {name: [] for name in calls}
     prefill: dict[str, list[float]] = {name: [] for name in calls}
     tokens: dict[str, Tensor] = {}
-    for turn in range(rounds + 1):
-        for name in list(calls) if turn % 2 else reversed(list(calls)):
-            if not turn:
+    for round_number in range(rounds + 1):
+        for name in list(calls) if round_number % 2 else reversed(list(calls)):
+            if not round_number:
                 calls[name](ids[:, -16:], mask[:, -16:], 4)
                 continue
             first, rest, tokens[name] = calls[name](ids, mask, new)
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if args.profile:
                 for prompt, batch in itertools.product(args.prompts, args.batches):
                     for name in CONTESTANTS:
-                        found = profile(model, path, batch, prompt, name)
-                        print(json.dumps({"of": [dtype, batch, prompt, name], **found}))
+                        result = profile(model, path, batch, prompt, name)
+                        print(json.dumps({"of": [dtype, batch, prompt, name], **result}))
                 continue
             with contextlib.ExitStack() as stack:
                 since = {}
@@ -177,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     since[f"torch_native of {earlier.commit}"] = stack.enter_context(earlier)
                 calls = contestants(model, since)
                 for prompt, batch in itertools.product(args.prompts, args.batches):
-                    found = measure(calls, path, batch, prompt, args.new, args.rounds)
-                    results.append({"dtype": dtype, **found})
+                    result = measure(calls, path, batch, prompt, args.new, args.rounds)
+                    results.append({"dtype": dtype, **result})
                     print(json.dumps(results[-1]), flush=True)
                     output.write_text(json.dumps(report, indent=1) + "\n")  # what is there so far
 

@@ -107,9 +107,9 @@ def step_of(model: Any, ids: Tensor, mask: Tensor, new: int, name: str) -> dict[
             ids, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None,
             pad_token_id=0, stopping_criteria=[steps],
         )  # fmt: skip
-    whole = steps.times[-1] - steps.times[0]
-    found = {**parts.seconds, "all else": whole - sum(parts.seconds.values()), "step": whole}
-    return {part: seconds / (new - 1) * 1e3 for part, seconds in found.items()}
+    full = steps.times[-1] - steps.times[0]
+    result = {**parts.seconds, "all else": full - sum(parts.seconds.values()), "step": full}
+    return {part: seconds / (new - 1) * 1e3 for part, seconds in result.items()}
 
 
 def floors(model: Any, batch: int, repeats: int = 5) -> dict[str, float]:
@@ -134,7 +134,7 @@ def floors(model: Any, batch: int, repeats: int = 5) -> dict[str, float]:
         for x in words:
             x.max()
 
-    found = {"weights_mb": sum(x.weight.nbytes for x in layers) / 1e6}
+    result = {"weights_mb": sum(x.weight.nbytes for x in layers) / 1e6}
     calls = {"products_ms": products, "few_rows_ms": few_rows, "reading_ms": read}
     for name, call in calls.items():
         call()
@@ -143,19 +143,19 @@ def floors(model: Any, batch: int, repeats: int = 5) -> dict[str, float]:
             start = clock()
             call()
             seconds.append(clock() - start)
-        found[name] = statistics.median(seconds) * 1e3
-    return found
+        result[name] = statistics.median(seconds) * 1e3
+    return result
 
 
 def measure(model: Any, path: pathlib.Path, batch: int, prompt: int, new: int, rounds: int) -> Any:
     """Return medians over the rounds, in which the contestants take turns."""
     ids, mask = prompts_of(path, batch, prompt)
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-    for turn in range(rounds + 1):
+    for round_number in range(rounds + 1):
         for name in CONTESTANTS:
-            found = step_of(model, ids, mask, new if turn else 3, name)
-            if turn:
-                seen[name].append(found)
+            result = step_of(model, ids, mask, new if round_number else 3, name)
+            if round_number:
+                seen[name].append(result)
     ms = {n: {p: statistics.median(x[p] for x in r) for p in r[0]} for n, r in seen.items()}
     least = ms["intel_amx"]["step"] - sum(ms["intel_amx"][part] for part in ATTENTION)
     return {
@@ -185,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in args.dtypes:
             model = read_model(path, DTYPES[dtype])
             for prompt, batch in itertools.product(args.prompts, args.batches):
-                found = measure(model, path, batch, prompt, args.new, args.rounds)
-                results.append({"dtype": dtype, **found})
+                result = measure(model, path, batch, prompt, args.new, args.rounds)
+                results.append({"dtype": dtype, **result})
                 print(json.dumps(results[-1]), flush=True)
                 output.write_text(json.dumps(report, indent=1) + "\n")  # what is there so far
 

@@ -64,16 +64,16 @@ def launches(device: torch.device) -> None:
             continue
         for _ in range(3):
             call()
-        found: list[tuple[Launcher, tuple[Any, ...]]] = []
+        result: list[tuple[Launcher, tuple[Any, ...]]] = []
 
-        def record(self: Launcher, *args: Any, into: list[Any] = found) -> None:
+        def record(self: Launcher, *args: Any, into: list[Any] = result) -> None:
             into.append((self, args))
             launch(self, *args)
 
         with mock.patch.object(Launcher, "launch", record):
             call()
         show(name, call)
-        for self, args in found:
+        for self, args in result:
             kernel = getattr(self._kernel, "fn", self._kernel).__name__
             show(f"    {kernel}", partial(launch, self, *args))
             direct = self._direct

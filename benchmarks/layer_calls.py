@@ -115,8 +115,8 @@ def vendor_calls(name: str, case: SparseCase, device: torch.device) -> Iterator[
             for _, call in calls:
                 call()
         except Exception as error:  # another project's code may raise anything
-            said = " ".join(str(error).split())[:200]
-            print(f"{label}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
+            message = " ".join(str(error).split())[:200]
+            print(f"{label}: {type(error).__name__}: {message}", file=sys.stderr, flush=True)
             continue
         yield from (x for x in calls if not x[0].endswith("first layer"))
 
@@ -228,9 +228,9 @@ def measure(name: str, call: Call, device: torch.device) -> dict[str, Any]:
         call()
         launched = recorder.taken()
     by_triton = sum(x.func.__name__ == "run" for x in launched)
-    found = {"name": name, "launches": len(launched), "by_triton": by_triton, "rounds": []}
-    measure_again(found, call, device)
-    return found
+    result = {"name": name, "launches": len(launched), "by_triton": by_triton, "rounds": []}
+    measure_again(result, call, device)
+    return result
 
 
 def measure_again(found: dict[str, Any], call: Call, device: torch.device) -> None:
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="the JSON (default: in results)")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     path = args.out or FOLDER / f"layer_calls.{slug(device_name(device))}.json"
     data = {
         "schema": 1,
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": versions(["attn-core", *LIBRARIES]),
         "command": "python -m benchmarks.layer_calls " + shlex.join(argv),
         "limit_us": LIMIT_US,
-        "calls": found,
+        "calls": result,
     }
     by_name: dict[str, dict[str, Any]] = {}
     for number in range(1, args.rounds + 1):
@@ -282,15 +282,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             for name, call in calls():
                 if number == 1:
-                    found.append(measure(name, call, device))
-                    by_name[name] = found[-1]
-                    show(found[-1])
+                    result.append(measure(name, call, device))
+                    by_name[name] = result[-1]
+                    show(result[-1])
                 else:
                     measure_again(by_name[name], call, device)
             path.write_text(json.dumps(data, indent=1) + "\n")  # what fails next loses nothing
-    for record in found:
+    for record in result:
         show(record)
-    return 0 if found else 1
+    return 0 if result else 1
 
 
 if __name__ == "__main__":

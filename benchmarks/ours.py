@@ -105,9 +105,9 @@ def prepared_backend(
 
 def device_kind(device: torch.device) -> Device:
     """Return what selection calls the torch device: this machine's, where its type is that."""
-    here = probe_device()
-    wanted = "rocm" if device.type == "cuda" and torch.version.hip else device.type
-    return here if here.type == wanted else parse_device(wanted)
+    local = probe_device()
+    device_type = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    return local if local.type == device_type else parse_device(device_type)
 
 
 def needs_of(case: Case, dual_chunk: DualChunk | None = None) -> Requirements:

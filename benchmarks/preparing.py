@@ -79,13 +79,13 @@ def children() -> set[int]:
         with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             below.setdefault(parent, []).append(int(stat.parent.name))
-    found: set[int] = set()
+    result: set[int] = set()
     todo = [os.getpid()]
     while todo:
         own = below.get(todo.pop(), [])
-        todo += [x for x in own if x not in found]
-        found.update(own)
-    return found
+        todo += [x for x in own if x not in result]
+        result.update(own)
+    return result
 
 
 def say(line: str) -> None:

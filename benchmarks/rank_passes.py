@@ -244,15 +244,15 @@ def passes(problem: Problem, rank: int, size: int, backend: str, name: str) -> l
     """Return what a rank has in the end, [T, H, D] for each of the problem's lengths."""
     graph = name in GRAPHS
     if name.startswith("heads"):
-        found = heads(problem, rank, size, backend, graph)
+        result = heads(problem, rank, size, backend, graph)
     else:
-        found = keys(problem, rank, size, backend, graph, name == "keys extend")
-    return [x.cpu() for x in found]
+        result = keys(problem, rank, size, backend, graph, name == "keys extend")
+    return [x.cpu() for x in result]
 
 
 def plain(problem: Problem, name: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the attention of one device to all keys of each request, in this precision."""
-    p, found = problem, []
+    p, result = problem, []
     for lengths in p.lengths:
         k, v = (p.tokens(lengths, p.kv_heads, seed) for seed in (KEYS, VALUES))
         query_lens = (1,) * len(p.new)
@@ -264,8 +264,8 @@ def plain(problem: Problem, name: str, dtype: torch.dtype) -> list[Tensor]:
                 for old, new in zip((k, v), more, strict=True)
             )
         q = p.tokens(query_lens, p.heads, QUERIES)
-        found.append(torch.cat([_attend(p, *x, dtype) for x in zip(q, k, v, strict=True)]).cpu())
-    return found
+        result.append(torch.cat([_attend(p, *x, dtype) for x in zip(q, k, v, strict=True)]).cpu())
+    return result
 
 
 def _attend(p: Problem, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:

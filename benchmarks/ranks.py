@@ -114,18 +114,18 @@ def attend(
 
     An error takes the tensors' place; the ranks ask the same of the same libraries, so all have it.
     """
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     for backend in backends:
         for name in names:
             try:
-                found[backend, name] = (
+                result[backend, name] = (
                     passes(problem, rank, size, backend, name),
                     passes(problem, 0, 1, backend, name),
                 )
             except (AttnError, RuntimeError, AssertionError) as error:
                 traceback.print_exc()
-                found[backend, name] = f"{type(error).__name__}: {error}"
-    return found
+                result[backend, name] = f"{type(error).__name__}: {error}"
+    return result
 
 
 def judge(problem: Problem, size: int, ranks: Sequence[dict[Any, Any]]) -> Iterator[Row]:
@@ -133,13 +133,13 @@ def judge(problem: Problem, size: int, ranks: Sequence[dict[Any, Any]]) -> Itera
     rounding = problem.torch_dtype
     for (backend, name), first in ranks[0].items():
         row: Row = {"backend": backend, "pass": name, "ranks": size}
-        got = [rank[backend, name] for rank in ranks]
-        errors = [x for x in got if isinstance(x, str)]
+        actual = [rank[backend, name] for rank in ranks]
+        errors = [x for x in actual if isinstance(x, str)]
         if errors:
             yield {**row, "passed": False, "error": errors[0][:300]}
             continue
         truth, yardstick = plain(problem, name, torch.float64), plain(problem, name, rounding)
-        same = all(torch.equal(a, b) for x in got for a, b in zip(x[0], first[0], strict=True))
+        same = all(torch.equal(a, b) for x in actual for a, b in zip(x[0], first[0], strict=True))
 
         def used(tensors: Sequence[Tensor], truth: Any = truth, near: Any = yardstick) -> float:
             pairs = zip(tensors, truth, near, strict=True)
@@ -161,8 +161,8 @@ def judge(problem: Problem, size: int, ranks: Sequence[dict[Any, Any]]) -> Itera
 
 def choose(rank: int, size: int, device: str, lacking: str | None) -> Row:
     """Choose on one rank; the last one has not installed the backend `lacking`."""
-    registry, said = load_plugins(), _Said()
-    logging.getLogger("attn_core.integrations.ranks").handlers = [said]
+    registry, handler = load_plugins(), _LogLines()
+    logging.getLogger("attn_core.integrations.ranks").handlers = [handler]
     if lacking and rank == size - 1:
         rest = {key: spec for key, spec in registry.backends.items() if key[1] != lacking}
         registry = replace(registry, backends=rest)
@@ -176,10 +176,10 @@ def choose(rank: int, size: int, device: str, lacking: str | None) -> Row:
     with mock.patch.object(choice, "load_plugins", return_value=registry):
         selection, _ = choice.choose(needs, torch.device(device), ranks=dist.group.WORLD)
     names = {role: chosen.backend for role, chosen in selection.roles.items()}
-    return {"chosen": names, "said": said.lines}
+    return {"chosen": names, "said": handler.lines}
 
 
-class _Said(logging.Handler):
+class _LogLines(logging.Handler):
     """Keeps what is logged."""
 
     def __init__(self) -> None:
@@ -199,11 +199,11 @@ def choices(rank: int, size: int, device: str) -> list[Row]:
 
 def judge_choices(size: int, ranks: Sequence[list[Row]]) -> Iterator[Row]:
     """Compare the choices of all ranks: one for all, and what was dropped is said once."""
-    for found in zip(*ranks, strict=True):
-        lacking, chosen = found[0].get("lacking"), found[0]["chosen"]
-        lines = [line for each in found for line in each["said"]]
-        agree = all(each["chosen"] == chosen for each in found)
-        once = len(lines) == bool(lacking) and len(found[0]["said"]) == bool(lacking)
+    for result in zip(*ranks, strict=True):
+        lacking, chosen = result[0].get("lacking"), result[0]["chosen"]
+        lines = [line for each in result for line in each["said"]]
+        agree = all(each["chosen"] == chosen for each in result)
+        once = len(lines) == bool(lacking) and len(result[0]["said"]) == bool(lacking)
         yield {
             "pass": "choice",
             "ranks": size,
@@ -222,9 +222,9 @@ def run(rank: int, size: int, device: str, backends: Sequence[str]) -> tuple[Any
 
 def rows(size: int, device: str, backends: Sequence[str]) -> list[Row]:
     """Run on so many ranks, and judge what they found."""
-    found = start(size, device, run, device, backends)
-    of_passes = judge(PROBLEMS[device], size, [each for each, _ in found])
-    return [*of_passes, *judge_choices(size, [each for _, each in found])]
+    result = start(size, device, run, device, backends)
+    of_passes = judge(PROBLEMS[device], size, [each for each, _ in result])
+    return [*of_passes, *judge_choices(size, [each for _, each in result])]
 
 
 def main() -> int:
@@ -235,8 +235,8 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="default: in benchmarks/results/")
     args = parser.parse_args()
     began = time.monotonic()
-    found = rows(args.ranks, args.device, args.backends or BACKENDS[args.device])
-    for row in found:
+    result = rows(args.ranks, args.device, args.backends or BACKENDS[args.device])
+    for row in result:
         print(json.dumps(row), flush=True)
     cuda = args.device == "cuda"
     name = torch.cuda.get_device_name() if cuda else platform.machine()
@@ -250,8 +250,8 @@ def main() -> int:
         "seconds": round(time.monotonic() - began, 1),
     }
     out = args.out or FOLDER / f"ranks.{slug(name)}.{args.ranks}.json"
-    save(out, {**head, "rows": found})
-    return 0 if all(row["passed"] for row in found) else 1
+    save(out, {**head, "rows": result})
+    return 0 if all(row["passed"] for row in result) else 1
 
 
 if __name__ == "__main__":

@@ -95,19 +95,19 @@ class Field:
                 workload=OnePass(size=size),
                 advise=False,
             )
-            found = chosen.roles[role]
-            if found.row.absorbed:
+            result = chosen.roles[role]
+            if result.row.absorbed:
                 break
-            refused[found.backend] = "its row prefills MLA without the cache"
+            refused[result.backend] = "its row prefills MLA without the cache"
         phase = Phase.DECODE if case.phase in ("decode", "mla") else Phase.PREFILL
         verdicts = {v.spec.name: v for v in chosen.verdicts if v.phase is phase}
         for name in self.backends.keys() - refused.keys():
             v = verdicts[name]
             if not v.fits or not v.row.absorbed:
-                said = "; ".join(map(str, v.reasons)) or "its row prefills MLA without the cache"
-                refused[name] = said[:300]
-        cost = verdicts[found.backend].expected
-        record: Record = {"backend": found.backend, "by": "profile" if cost else "priority"}
+                message = "; ".join(map(str, v.reasons)) or "its row prefills MLA without the cache"
+                refused[name] = message[:300]
+        cost = verdicts[result.backend].expected
+        record: Record = {"backend": result.backend, "by": "profile" if cost else "priority"}
         if cost:
             record["expected_us"] = round(cost.us, 2)
             record["this_form"] = cost.measured  # else of one near it
@@ -194,8 +194,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def contestants(names: str | None, registry: Registry, device: torch.device) -> list[Contestant]:
     """Return the named backends, or all of the registry; those that are not here refuse."""
     known = [spec.name for spec in registry.family("softmax")]
-    asked = names.split(",") if names else known
-    return [our_backend(name, registry, device) for name in asked]
+    requested = names.split(",") if names else known
+    return [our_backend(name, registry, device) for name in requested]
 
 
 def profile_of(
@@ -206,10 +206,10 @@ def profile_of(
         return Profile()
     if args.profile is None:
         return store.tuned_profile(registry, device)
-    found = store.read_profile(pathlib.Path(args.profile))
-    if differs := found.differences(env):
+    result = store.read_profile(pathlib.Path(args.profile))
+    if differs := result.differences(env):
         raise UsageError(f"--profile {args.profile}: another environment: {'; '.join(differs)}")
-    return found
+    return result
 
 
 @torch.no_grad()

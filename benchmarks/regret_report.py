@@ -41,7 +41,7 @@ def begun(
     if profile is None:
         profile, note = shipped_profile(field.device, field.registry, field.libraries)
     points = json.dumps(profile.to_json()).encode()
-    asked = {
+    requested = {
         "schema": SCHEMA,
         "seed": args.seed,
         "drawn": len(drawn),
@@ -56,12 +56,12 @@ def begun(
         **({"gpus": args.part[1]} if args.part[1] > 1 else {}),
     }
     if path.exists():
-        found: Record = json.loads(path.read_text())
-        differs = [name for name, value in asked.items() if found.get(name) != value]
+        result: Record = json.loads(path.read_text())
+        differs = [name for name, value in requested.items() if result.get(name) != value]
         if not differs:
-            return found
+            return result
         raise SystemExit(f"{path} is of another run ({', '.join(differs)}); name another file")
-    return {**asked, "date": "", "shapes": []}
+    return {**requested, "date": "", "shapes": []}
 
 
 def added(path: pathlib.Path, report: Record, shape: Record, drawn: Sequence[Case]) -> Record:
@@ -72,12 +72,12 @@ def added(path: pathlib.Path, report: Record, shape: Record, drawn: Sequence[Cas
     path.parent.mkdir(parents=True, exist_ok=True)
     order = {case.name: i for i, case in enumerate(drawn)}
     with store.locked(path):
-        found: Record = json.loads(path.read_text()) if path.exists() else report
-        shapes = sorted([*found["shapes"], shape], key=lambda s: order[s["name"]])
+        result: Record = json.loads(path.read_text()) if path.exists() else report
+        shapes = sorted([*result["shapes"], shape], key=lambda s: order[s["name"]])
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = {**found, "date": date, "shapes": shapes, "summary": summary(shapes)}
-        write(path, found)
-    return found
+        result = {**result, "date": date, "shapes": shapes, "summary": summary(shapes)}
+        write(path, result)
+    return result
 
 
 def write(path: pathlib.Path, report: Record) -> None:

@@ -40,13 +40,13 @@ def draw(seed: str, device_type: str, count: int = COUNT) -> list[Case]:
     seed draws the same shapes for the same type of device.
     """
     rng = random.Random(f"{seed} {device_type}")
-    found: dict[str, Case] = {}
-    while len(found) < count:
-        case = _drawn(rng, PHASES[len(found) % len(PHASES)], device_type)
+    result: dict[str, Case] = {}
+    while len(result) < count:
+        case = _drawn(rng, PHASES[len(result) % len(PHASES)], device_type)
         small = case.kv_bytes <= MOST_KV_BYTES.get(device_type, MOST_KV_BYTES_ELSEWHERE)
         if small and case.flops <= MOST_FLOPS.get(device_type, MOST_FLOPS_ELSEWHERE):
-            found.setdefault(case.name, case)
-    return list(found.values())
+            result.setdefault(case.name, case)
+    return list(result.values())
 
 
 def _drawn(rng: random.Random, phase: Phase, device_type: str) -> Case:

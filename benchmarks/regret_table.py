@@ -47,19 +47,19 @@ def losses(shape: Record, who: str) -> list[float] | None:
     rounds = shape.get("rounds") or []
     if len(rounds) < 2 or not rounds[0]:
         return None
-    name, found = shape[who]["backend"], []
+    name, result = shape[who]["backend"], []
     once = (shape.get("slower") or {}).get(name, math.inf)  # timed before the rounds alone
     for names, judges in (rounds, rounds[::-1]):
         best = min(names, key=lambda n: cost(names[n], shape))
         own = cost(judges[name], shape) if name in judges else once
-        found.append(own / cost(judges[best], shape) - 1)
-    return found
+        result.append(own / cost(judges[best], shape) - 1)
+    return result
 
 
 def loss(shape: Record, who: str) -> float | None:
     """Return the geometric mean of both rounds' losses."""
-    found = losses(shape, who)
-    return None if found is None else mean(found)
+    result = losses(shape, who)
+    return None if result is None else mean(result)
 
 
 def mean(found: Iterable[float]) -> float:
@@ -70,7 +70,7 @@ def mean(found: Iterable[float]) -> float:
 def summary(shapes: Sequence[Record]) -> Record:
     """Return the numbers of a run: losses by choice, and the spread of the rounds."""
     able = [s for s in shapes if losses(s, AUTOMATIC) is not None]
-    found: Record = {
+    result: Record = {
         "judged": len(able),
         "by_profile": sum(s[AUTOMATIC]["by"] == "profile" for s in able),
         "not_judged": {
@@ -80,7 +80,7 @@ def summary(shapes: Sequence[Record]) -> Record:
     for who in (AUTOMATIC, RULE):
         lost = {s["name"]: loss(s, who) or 0.0 for s in able}
         worst = max(lost, key=lambda n: lost[n], default=None)
-        found[who] = {
+        result[who] = {
             "mean": _finite(mean(lost.values())) if able else None,
             "worst": _finite(lost[worst]) if worst else None,
             "worst_shape": worst,
@@ -88,12 +88,12 @@ def summary(shapes: Sequence[Record]) -> Record:
         }
     times = [(s["rounds"][i][n]) for s in able for i in (0, 1) for n in s["rounds"][i]]
     drifts = [abs(s["rounds"][1][n][0] / t[0] - 1) for s in able for n, t in s["rounds"][0].items()]
-    found["spread"] = statistics.median((t[2] - t[1]) / t[0] for t in times) if times else None
-    found["drift"] = statistics.median(drifts) if drifts else None
-    own = found[AUTOMATIC]
+    result["spread"] = statistics.median((t[2] - t[1]) / t[0] for t in times) if times else None
+    result["drift"] = statistics.median(drifts) if drifts else None
+    own = result[AUTOMATIC]
     small = own["mean"] is not None and own["mean"] <= MEAN and own["worst"] <= WORST
-    found["met"] = bool(small and not own["failed"] and len(able) >= FEWEST)
-    return found
+    result["met"] = bool(small and not own["failed"] and len(able) >= FEWEST)
+    return result
 
 
 def _finite(value: float) -> float | None:
@@ -110,7 +110,7 @@ def regret_sections() -> str:
 
 def page(file: str, report: Record) -> str:
     """Write the tables of one record as Markdown."""
-    shapes, found = report["shapes"], summary(report["shapes"])
+    shapes, result = report["shapes"], summary(report["shapes"])
     able = [s for s in shapes if losses(s, AUTOMATIC) is not None]
     env = report["environment"]
     profile = report["profile"]
@@ -129,17 +129,17 @@ def page(file: str, report: Record) -> str:
         file=file,
         seed=report["seed"],
         drawn=report["drawn"],
-        judged=found["judged"],
-        profile=f"{source} in {found['by_profile']} shapes, by priority in the others",
+        judged=result["judged"],
+        profile=f"{source} in {result['by_profile']} shapes, by priority in the others",
         backends=", ".join(dict.fromkeys(n for s in able for n in s["rounds"][0])),
         again=_again(able),
         graphs=_graphs(able),
         mean=f"{MEAN:.0%}",
         worst=f"{WORST:.0%}",
         fewest=FEWEST,
-        met="met" if found["met"] else "not met",
-        spread=_percent(found["spread"]),
-        drift=_percent(found["drift"]),
+        met="met" if result["met"] else "not met",
+        spread=_percent(result["spread"]),
+        drift=_percent(result["drift"]),
     )
     rows = [["phase", "shapes", "by profile", "automatic, mean", "worst", "rule, mean", "worst"]]
     rows.append(["---"] + ["---:"] * 6)
@@ -154,7 +154,7 @@ def page(file: str, report: Record) -> str:
         times = ", ".join(f"{n} {time(t[0])}" for n, t in s["rounds"][0].items())
         rows.append([s["name"], *cells[0], *cells[1], times])
     text += _table(rows)
-    return text + _left_out(shapes, found)
+    return text + _left_out(shapes, result)
 
 
 def _graphs(able: Sequence[Record]) -> str:
@@ -174,10 +174,10 @@ def _again(able: Sequence[Record]) -> str:
 
 
 def _line(name: str, part: Sequence[Record]) -> list[str]:
-    found = summary(part)
-    cells = [name, str(found["judged"]), str(found["by_profile"])]
+    result = summary(part)
+    cells = [name, str(result["judged"]), str(result["by_profile"])]
     for who in (AUTOMATIC, RULE):
-        one = found[who]
+        one = result[who]
         failed = f"{one['failed']} fail" if one["failed"] else ""
         cells += [failed or _percent(one["mean"]), failed or _percent(one["worst"])]
     return cells
@@ -194,9 +194,9 @@ def _left_out(shapes: Sequence[Record], found: Record) -> str:
         if len(refused) == len(shapes):
             none.append(name)
             continue
-        said = [f"refuses {len(refused)} shapes, first: {refused[0]}"] if refused else []
-        said += [f"fails in {len(bad)}, first: {bad[0]}"] if bad else []
-        lines.append(f"- {name} {'; '.join(said)}")
+        message = [f"refuses {len(refused)} shapes, first: {refused[0]}"] if refused else []
+        message += [f"fails in {len(bad)}, first: {bad[0]}"] if bad else []
+        lines.append(f"- {name} {'; '.join(message)}")
     lines += [f"- take none of these shapes here: {', '.join(none)}"] if none else []
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 

@@ -48,8 +48,8 @@ def tuning_jobs(
         listed = jobs(needs, device, registry, libraries, Overrides(allow=(*backends,)), WORKLOAD)
         series.append([job for job in listed if job.size.phase == phase])
     turns = itertools.chain.from_iterable(itertools.zip_longest(*series))
-    found = {(job.form, job.size): job for job in turns if job is not None}
-    return [job for key, job in found.items() if key not in own]
+    result = {(job.form, job.size): job for job in turns if job is not None}
+    return [job for key, job in result.items() if key not in own]
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -64,13 +64,13 @@ def compiled(
     todo: Sequence[Job], known: Profile, device: torch.device, arch: str | None, sizes: int
 ) -> int:  # fmt: skip
     """Compile what tuning and judging call, and say every few seconds how far that is."""
-    begin = said = time.monotonic()
+    begin = printed_at = time.monotonic()
 
     def step(done: int, total: int) -> None:
-        nonlocal said
-        if (now := time.monotonic()) > said + KEEP_S or done == total:
+        nonlocal printed_at
+        if (now := time.monotonic()) > printed_at + KEEP_S or done == total:
             print(f"{done} of {total} calls, {now - begin:.0f} s", flush=True)
-            said = now
+            printed_at = now
 
     print(
         compile_kernels(todo, known, device, arch=arch, step=step, sizes=sizes) or "compiled",

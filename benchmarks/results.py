@@ -137,16 +137,16 @@ class Report:
 
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            there, whole = load(path) if path.exists() else self, self
+            there, full = load(path) if path.exists() else self, self
             run = ("suite", "device", "versions", "command")
             if all(getattr(there, name) == getattr(self, name) for name in run):
                 own = {m.name for m in self.cases}
                 cases = (*self.cases, *(m for m in there.cases if m.name not in own))
                 cases = tuple(sorted(cases, key=lambda m: order.index(m.name)))
-                whole = replace(
+                full = replace(
                     there, cases=cases, notes=tuple(dict.fromkeys((*there.notes, *self.notes)))
                 )
-            whole.save(path)
+            full.save(path)
 
     def save(self, path: pathlib.Path) -> None:
         """Write the report; best peers and ratios are added for whoever reads the JSON."""

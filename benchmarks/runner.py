@@ -191,5 +191,5 @@ def usable(device: torch.device) -> bool:
 
 def _text(error: BaseException) -> str:
     """Keep the kind of an error and the beginning of what it says, on one line."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}"

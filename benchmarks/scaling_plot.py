@@ -18,8 +18,8 @@ LEFT, TOP, WIDTH, HEIGHT = 60, 20, 380, 300
 
 def newest(folder: pathlib.Path = FOLDER) -> dict[str, Any] | None:
     """Return the record of the most threads, None where there is none."""
-    found = [json.loads(p.read_text()) for p in folder.glob("intel_amx_cpu.*.scaling.json")]
-    return max(found, key=lambda r: max(x["threads"] for x in r["results"]), default=None)
+    result = [json.loads(p.read_text()) for p in folder.glob("intel_amx_cpu.*.scaling.json")]
+    return max(result, key=lambda r: max(x["threads"] for x in r["results"]), default=None)
 
 
 def speedups(report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
@@ -37,10 +37,10 @@ def speedups(report: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 def plot(report: Mapping[str, Any]) -> str:
     """Draw a line for each case and, dashed, as many times as fast as there are threads."""
-    found = speedups(report)
-    threads = sorted({n for of in found.values() for n in of})
+    result = speedups(report)
+    threads = sorted({n for of in result.values() for n in of})
     fewest, most = threads[0], threads[-1]
-    drawn = [most / fewest, *(x for of in found.values() for x in of.values())]
+    drawn = [most / fewest, *(x for of in result.values() for x in of.values())]
     lowest, highest = min(drawn), max(drawn)
 
     def at(n: float, times: float) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def plot(report: Mapping[str, Any]) -> str:
             f'<text x="{x:.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{n}</text>',
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{n / fewest:g}</text>',
         ]
-    for number, (name, of) in enumerate(found.items()):
+    for number, (name, of) in enumerate(result.items()):
         colour, y = COLOURS[number % len(COLOURS)], TOP + 20 * number + 10
         parts += [
             line(of, colour),

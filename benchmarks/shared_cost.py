@@ -63,10 +63,10 @@ class Cost:
         return not self.wrong and self.call.ratio <= MOST_RATIO and longer <= MOST_PLAN_US
 
     def __str__(self) -> str:
-        said = "" if self.within else "  OVER"
+        message = "" if self.within else "  OVER"
         return (
             f"{self.case:<38} {self.call.alone:9.2f} {self.call.shared:9.2f} "
-            f"{self.call.ratio:6.3f}  plan {self.plan.alone:5.2f} {self.plan.shared:5.2f}{said}"
+            f"{self.call.ratio:6.3f}  plan {self.plan.alone:5.2f} {self.plan.shared:5.2f}{message}"
             + ("  WRONG" if self.wrong else "")
         )
 
@@ -152,11 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     timer = timer_for(device)
     path = args.out or FOLDER / f"shared-cost.{slug(device_name(device))}.json"
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for case in cases:
         cost = measured(build(case, device), timer, device)
         print(cost, flush=True)
-        found.append(asdict(cost) | {"ratio": cost.call.ratio, "within": cost.within})
+        result.append(asdict(cost) | {"ratio": cost.call.ratio, "within": cost.within})
         data = {
             "schema": 1,
             "suite": "shared-cost",
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "versions": versions(["attn-core"]),
             "command": " ".join(["python -m benchmarks.shared_cost", *argv]),
             "limits": {"ratio": MOST_RATIO, "plan_us": MOST_PLAN_US},
-            "found": found,
+            "found": result,
         }
         path.write_text(json.dumps(data, indent=1) + "\n")
         torch.cuda.empty_cache()

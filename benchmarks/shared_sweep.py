@@ -42,8 +42,8 @@ class Form(NamedTuple):
         """Return the call of this form, whose plan is made."""
 
         def sharing(group: LayerGroup, queries: int, page: int, store_bytes: int) -> Sharing | None:
-            found = sharing_of(group, queries, page, store_bytes)
-            return None if found is None else found._replace(tile_units=self.units)
+            result = sharing_of(group, queries, page, store_bytes)
+            return None if result is None else result._replace(tile_units=self.units)
 
         with mock.patch.object(scheduler, "sharing_of", sharing):
             ours = our_backend(
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--only", default=" p64", help="a pattern of the cases' names")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures as JSON")
     args = parser.parse_args()
-    timer, found = timer_for(torch.device("cuda")), []
+    timer, result = timer_for(torch.device("cuda")), []
     print(torch.cuda.get_device_name())
     for case in (case for case in cases_of(SHARED) if re.search(args.only, case.name)):
         inputs, line = build(case, "cuda"), []
@@ -71,10 +71,10 @@ def main() -> None:
             error = inputs.error(torch.as_tensor(call()))
             us = timer.measure(call).us
             line.append(f"{form}: {us:.1f}" + ("" if error < tolerance(case) else " WRONG"))
-            found.append({"case": case.name, **form._asdict(), "us": us, "rel_err": error})
+            result.append({"case": case.name, **form._asdict(), "us": us, "rel_err": error})
         print(f"{case.name}\n  " + " | ".join(line), flush=True)
         if args.out:  # after each case: what is measured survives a time limit
-            args.out.write_text(json.dumps(found, indent=1))
+            args.out.write_text(json.dumps(result, indent=1))
         del inputs, call
 
 

@@ -123,7 +123,7 @@ The cases that take longer than is wanted of them, each as it was measured last.
 
 def shortfalls_section(reports: Mapping[str, Report]) -> str:
     """Write the table of all cases that fall short, and their causes; "" without records."""
-    found = [*_attention(reports), *_chains(), *_dual_chunk(), *_host()]
+    result = [*_attention(reports), *_chains(), *_dual_chunk(), *_host()]
     if not reports:
         return ""
     head = _HEAD.format(
@@ -131,16 +131,16 @@ def shortfalls_section(reports: Mapping[str, Report]) -> str:
         mean=_RAGGED_MEAN, means=_means(reports), dual_chunk=_DUAL_CHUNK,
         faster=f"{_SPARSE_PROMPTS:g}", sparse=_sparse_prompts(), host=HOST_US,
     )  # fmt: skip
-    if not found:
+    if not result:
         return head + "None does.\n"
-    found.sort(key=lambda x: (list(CAUSES).index(x.cause), -x.factor))
+    result.sort(key=lambda x: (list(CAUSES).index(x.cause), -x.factor))
     rows = [["case", "ours, µs", "other, µs", "factor", "wanted", "measured", "cause"]]
     rows += [["---", "---:", "---:", "---:", "---:", "---", "---"]]
     rows += [
-        [x.name, x.ours, x.other, f"{x.factor:.3f}", x.wanted, x.measured, x.cause] for x in found
+        [x.name, x.ours, x.other, f"{x.factor:.3f}", x.wanted, x.measured, x.cause] for x in result
     ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    causes = "\n".join(f"- **{k}**: {CAUSES[k][1]}" for k in dict.fromkeys(x.cause for x in found))
+    causes = "\n".join(f"- **{k}**: {CAUSES[k][1]}" for k in dict.fromkeys(x.cause for x in result))
     return f"{head}{table}\n\n{causes}\n"
 
 
@@ -228,8 +228,8 @@ def _sparse_prompts() -> str:
     for report, case in _newest_cases("vertical_slash"):
         if case["name"] == "density 0.125" and "times_as_fast" in case:
             times = case["times_as_fast"]
-            said = f"are {times:.2f} times as fast"
-            return _said(said, report["device"], times >= _SPARSE_PROMPTS)
+            message = f"are {times:.2f} times as fast"
+            return _said(message, report["device"], times >= _SPARSE_PROMPTS)
     return _NOT_MEASURED
 
 

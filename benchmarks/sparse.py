@@ -123,7 +123,7 @@ def summary(
     """Return a part's floor, and the fastest of ours and of the peers."""
     part, _, store = label.partition(" ")
     rates = (ceilings.copy_gbs, ceilings.matmul_tflops)
-    found: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
+    result: Record = {"floor_us": rounded(case.floor_us(part, store or "bf16", *rates))}  # type: ignore[arg-type]
     peers = {x.name for x in CONTESTANTS if not x.ours}
     for side, ours in (("ours", True), ("peer", False)):
         times = {
@@ -132,10 +132,10 @@ def summary(
         }  # fmt: skip
         if times:
             name = min(times, key=lambda x: times[x])
-            found |= {side: name, f"{side}_us": rounded(times[name])}
+            result |= {side: name, f"{side}_us": rounded(times[name])}
         if ours and "triton" in times:
-            found["triton_us"] = rounded(times["triton"])
-    return found
+            result["triton_us"] = rounded(times["triton"])
+    return result
 
 
 def combine(parts: dict[str, Record]) -> None:
@@ -189,8 +189,8 @@ def asked(
     args: argparse.Namespace, contestants: Sequence[SparseContestant]
 ) -> list[SparseContestant]:
     """Return the contestants that the command line asks for."""
-    found = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
-    return [x for x in (*found, *args.ways) if re.search(args.parts, x.label)]
+    result = [x for x in contestants if x.ours or re.search(args.peers, x.name)]
+    return [x for x in (*result, *args.ways) if re.search(args.parts, x.label)]
 
 
 @torch.no_grad()
@@ -227,13 +227,13 @@ def main(
             print(f"--seconds is over: {len(cases) - number + 1} cases are left out")
             break
         print(f"[{number}/{len(cases)}] {case.name}", flush=True)
-        got = measure(
+        actual = measure(
             case, taken, device=device, timer=timer, ceilings=ceilings,
             rounds=args.rounds, deadline=deadline, prepare_limit_s=args.prepare_limit, late=late,
         )  # fmt: skip
-        got["commit"] = report["versions"].get("commit")
-        report["cases"].append(got)
-        for label, part in got["parts"].items():
+        actual["commit"] = report["versions"].get("commit")
+        report["cases"].append(actual)
+        for label, part in actual["parts"].items():
             print(f"  {label}: {part}", flush=True)
         ordered = sorted(others + report["cases"], key=lambda x: names.index(x["name"]))
         out.write_text(json.dumps(report | {"cases": ordered}, indent=1) + "\n")

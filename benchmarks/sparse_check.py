@@ -39,25 +39,25 @@ def missed(inputs: SparseInputs, token: int, chosen: Tensor, scores: Tensor) -> 
 
 def check(record: Record, inputs: SparseInputs, contestant: SparseContestant, call: Call) -> None:
     """Call once, and record how far its result is from the reference."""
-    part, got, errors, misses = contestant.part, call(), [], []
+    part, actual, errors, misses = contestant.part, call(), [], []
     store = contestant.store
     for token in checked(inputs, 16 if part == "select" else 2):
         seen = int(inputs.visible[token])
         chosen = inputs.chosen[token]
         if part == "score":
-            errors.append(rms(got[token, :seen], inputs.scores(token)))
+            errors.append(rms(actual[token, :seen], inputs.scores(token)))
         if part == "select":
             scores = inputs.drawn_scores[token, :seen]
-            misses.append(missed(inputs, token, got[token], scores))
+            misses.append(missed(inputs, token, actual[token], scores))
             if contestant.ours:  # in the order of the keys, of equal ones the earliest
                 best = scores.sort(descending=True, stable=True).indices[:TOPK].sort().values
                 slots = inputs.slot_table[inputs.request[token], best]
-                misses.append(float(not torch.equal(slots.int(), got[token])))
+                misses.append(float(not torch.equal(slots.int(), actual[token])))
         if part in ("index_topk", "chain"):
-            chosen = (got if part == "index_topk" else got[1])[token]
+            chosen = (actual if part == "index_topk" else actual[1])[token]
             misses.append(missed(inputs, token, chosen, inputs.scores(token)))
         if part in ("attend", "chain"):
-            out = got[0] if part == "chain" else got
+            out = actual[0] if part == "chain" else actual
             out = out.view(inputs.case.tokens, *out.shape[-2:])[token]
             errors.append(rms(out, inputs.attended(token, chosen, store)))
     if errors:

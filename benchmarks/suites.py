@@ -137,12 +137,16 @@ def ragged() -> tuple[Case, ...]:
     """
     cases = []
     for sigma, batch in itertools.product((1.0, 1.5), (16, 64, 256)):
-        for turn, (q_heads, kv_heads, dim) in enumerate(((32, 8, 64), (32, 8, 128), (16, 2, 256))):
+        for round_number, (q_heads, kv_heads, dim) in enumerate(
+            ((32, 8, 64), (32, 8, 128), (16, 2, 256))
+        ):
             own = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim, "v_head_dim": dim}
             more: dict[str, Any] = {**own, "batch": batch, "sigma": sigma}
             cases.append(Case(phase="decode", length=2048, **more))
             cases.append(Case(phase="fp8", length=2048, kv_dtype="fp8_e4m3", **more))
-            cases.append(Case(phase="verify", length=1024, queries=8, tree=turn != 1, **more))
+            cases.append(
+                Case(phase="verify", length=1024, queries=8, tree=round_number != 1, **more)
+            )
             if batch < 256:
                 cases.append(Case(phase="prefill", length=256, queries=None, **more))
                 cases.append(Case(phase="extend", length=2048, queries=128, **more))
@@ -191,11 +195,11 @@ def stores() -> tuple[Case, ...]:
         for batch, length in itertools.product((1, 16, 64), (1024, 8192))
     ]
     wide: dict[str, Any] = {"q_heads": 16, "kv_heads": 2, "head_dim": 256, "v_head_dim": 256}
-    whole = decodes[5]
+    full = decodes[5]
     shapes = (
         *decodes,
-        replace(whole, head_dim=64, v_head_dim=64),
-        replace(whole, **wide),
+        replace(full, head_dim=64, v_head_dim=64),
+        replace(full, **wide),
         *(replace(_tree(b, 4096, page), phase="stores-verify") for b, page in ((16, 64), (64, 16))),
         Case(phase="stores-extend", batch=8, length=4608, queries=512),
         *(_mla("mla-stores", heads, b, 8192) for heads in (16, 128) for b in (1, 64)),

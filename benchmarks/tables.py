@@ -164,8 +164,8 @@ def _failures(cases: Iterable[Measured]) -> str:
             if e.wrong:
                 names_by_failure.setdefault(f"{e.name}: a wrong result", []).append(m.name)
             elif e.error and (e is m.ours or not e.refuses):
-                said = " ".join(e.error.replace("`", "'").split())[:SHOWN_FAILURES]
-                names_by_failure.setdefault(f"{e.name}: `{said}`", []).append(m.name)
+                message = " ".join(e.error.replace("`", "'").split())[:SHOWN_FAILURES]
+                names_by_failure.setdefault(f"{e.name}: `{message}`", []).append(m.name)
     if not names_by_failure:
         return ""
     lines = (f"- {what} ({', '.join(names)})" for what, names in names_by_failure.items())

@@ -140,9 +140,9 @@ def paged(
     out = torch.empty_like(q)
 
     def call() -> Tensor:
-        got = backend.forward(q, None, None, layer, cache, batch, metadata, out=out)
-        assert isinstance(got, Tensor)
-        return got
+        actual = backend.forward(q, None, None, layer, cache, batch, metadata, out=out)
+        assert isinstance(actual, Tensor)
+        return actual
 
     return call, planned
 

@@ -85,17 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             told = flags(CONFIGURATIONS[name], pathlib.Path(folder), args.page_size)
             bound = ["--compile-only"] if args.compile else ["--minutes", str(args.minutes)]
             bound += ["--compiled"] if args.compiled else []
-            said = tune([*told, "--out", str(args.profile), *bound])
-        found = entry(said) | {"minutes": args.minutes}
+            message = tune([*told, "--out", str(args.profile), *bound])
+        result = entry(message) | {"minutes": args.minutes}
         if args.compile:
-            found = {
-                "compiled_before": {"seconds": said["seconds"], "compile_s": said["compile_s"]}
+            result = {
+                "compiled_before": {
+                    "seconds": message["seconds"],
+                    "compile_s": message["compile_s"],
+                }
             }
         label = name if args.page_size == "1" else f"{name}, pages {args.page_size}"
-        out = args.out or FOLDER / f"tune.{slug(said['environment']['device'])}.json"
-        save(out, label, found)
-        passes = said["passes"]
-        took = f"compiled {said['compile_s']:.0f} s, measured {said['measure_s']:.0f} s"
+        out = args.out or FOLDER / f"tune.{slug(message['environment']['device'])}.json"
+        save(out, label, result)
+        passes = message["passes"]
+        took = f"compiled {message['compile_s']:.0f} s, measured {message['measure_s']:.0f} s"
         print(f"{label}: {passes['measured']} of {passes['listed']} passes, {took}", flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """Measure vertical-slash sparse prefill of 256k tokens beside dense prefill, on a GPU.
 
 Run: `python -m benchmarks.vertical_slash [--rounds N] [--tokens N]`. The shape is that of
-Qwen2.5-7B-Instruct-1M. Lines are drawn by `draw_lines` from a seed for each density; our kernel
+Qwen2.5-7B-Instruct-1M. Lines are drawn by `draw_indexes` from a seed for each density; our kernel
 and sglang-kernel's attend to the same lists of keys. Both are compared with float32 attention over
 the listed keys. What it costs to choose lines and to list keys is timed apart. The file is written
 after each density; the exit code is 1 where a result of ours is wrong.
@@ -29,9 +29,9 @@ from attn_core.ops.vertical_slash import (
     NEAREST,
     ROWS,
     KeyLists,
-    Lines,
     Part,
-    choose_lines,
+    VerticalSlash,
+    choose_vertical_slash,
     kernels_on,
     seen_keys,
 )
@@ -53,7 +53,7 @@ SCALE = DIM**-0.5
 DENSE, OURS, LIBRARY = "fa3 dense", "triton sparse", "sglang-kernel sparse"
 
 
-def draw_lines(density: float, heads: int, tokens: int, seed: int) -> Lines:
+def draw_indexes(density: float, heads: int, tokens: int, seed: int) -> VerticalSlash:
     """Draw lines whose lists hold about this share of the causal pairs, the same for a seed.
 
     Verticals and slashes are uniform, beside the first keys and the nearest. With x windows' ends
@@ -74,7 +74,9 @@ def draw_lines(density: float, heads: int, tokens: int, seed: int) -> Lines:
         slash.append(
             sorted([*range(NEAREST), *rng.sample(range(NEAREST, tokens), slashes)], reverse=True)
         )
-    return Lines(torch.tensor(vertical, dtype=torch.int32), torch.tensor(slash, dtype=torch.int32))
+    return VerticalSlash(
+        torch.tensor(vertical, dtype=torch.int32), torch.tensor(slash, dtype=torch.int32)
+    )
 
 
 def density_of(lists: Sequence[KeyLists], tokens: int) -> float:
@@ -182,9 +184,11 @@ def error_of(out: Tensor, prompt: Prompt, lists: Sequence[KeyLists] | None) -> f
             if lists is not None:
                 seen = seen & seen_keys(lists[h], block, n)[:, None]
             scores = q[rows].float().transpose(0, 1) @ k.float().T * SCALE
-            wanted = scores.masked_fill_(~seen, -torch.inf).softmax(-1) @ v.float()  # [H, R, D]
-            got = out[rows, h * GROUP : (h + 1) * GROUP].float().transpose(0, 1)
-            worst = max(worst, float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()))
+            expected = scores.masked_fill_(~seen, -torch.inf).softmax(-1) @ v.float()  # [H, R, D]
+            actual = out[rows, h * GROUP : (h + 1) * GROUP].float().transpose(0, 1)
+            worst = max(
+                worst, float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+            )
     return worst
 
 
@@ -194,15 +198,15 @@ def timed(
     """Check and time each; they take turns. What one raises is recorded."""
     records: dict[str, Record] = {name: {"name": name} for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name, call in calls.items() if turn % 2 == 0 else reversed([*calls.items()]):
+    for round_number in range(rounds):
+        for name, call in calls.items() if round_number % 2 == 0 else reversed([*calls.items()]):
             record = records[name]
             if "error" in record:
                 continue
             try:
-                if not turn:
-                    wanted = None if name == DENSE else lists
-                    record["rel_err"] = rounded(error_of(call(), prompt, wanted))
+                if not round_number:
+                    expected = None if name == DENSE else lists
+                    record["rel_err"] = rounded(error_of(call(), prompt, expected))
                     record["wrong"] = not record["rel_err"] <= TOLERANCE
                 times[name].append(timer.measure(call).us)
             except Exception as raised:  # another project's code may raise anything
@@ -226,9 +230,9 @@ def measure_density(
 
     known: the entry of dense attention, which depends on no list, once it is measured.
     """
-    drawn = draw_lines(density, HEADS, prompt.tokens, seed=round(density * 1000))
+    drawn = draw_indexes(density, HEADS, prompt.tokens, seed=round(density * 1000))
     lines = [
-        Lines(*(x[h * GROUP : (h + 1) * GROUP].to(prompt.q.device) for x in drawn))
+        VerticalSlash(*(x[h * GROUP : (h + 1) * GROUP].to(prompt.q.device) for x in drawn))
         for h in range(KV_HEADS)
     ]
     to_lists = kernels_on(prompt.q.device).to_lists
@@ -245,7 +249,7 @@ def measure_density(
     def choose() -> None:
         for h in range(KV_HEADS):
             own = slice(h * GROUP, (h + 1) * GROUP)
-            choose_lines(last[:, :, own], prompt.k[:, h], sizes, SCALE, prompt.tokens)
+            choose_vertical_slash(last[:, :, own], prompt.k[:, h], sizes, SCALE, prompt.tokens)
 
     def make_lists() -> None:
         for x in lines:

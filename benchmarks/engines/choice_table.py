@@ -25,7 +25,7 @@ def sections(records: Iterable[Mapping[str, Any]]) -> str:
     for each in records:
         if each["configuration"] in CHOICES:
             devices.setdefault(each.get("device", ""), []).append(each)
-    return "".join(_HEAD.format(device=name) + _table(found) for name, found in devices.items())
+    return "".join(_HEAD.format(device=name) + _table(result) for name, result in devices.items())
 
 
 def _table(records: Iterable[Mapping[str, Any]]) -> str:
@@ -49,8 +49,8 @@ def _table(records: Iterable[Mapping[str, Any]]) -> str:
     if done:
         cells = [f"sum of {done} of {listed}", "", "", _ms(ours), "", _ms(best)]
         lines.append(_line([*cells, f"**{best / ours:.3f}**", "1"]))
-    said = f"\nBelow its must: {', '.join(below)}.\n" if below else ""
-    return "\n".join(lines) + "\n" + said
+    message = f"\nBelow its must: {', '.join(below)}.\n" if below else ""
+    return "\n".join(lines) + "\n" + message
 
 
 def _line(cells: Iterable[str]) -> str:

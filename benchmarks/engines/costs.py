@@ -21,14 +21,14 @@ def variables(
     """
     if workload == CASES:
         workload = json.dumps(workload_of(configuration))
-    found = {"ATTN_PROFILE": str(profile.resolve()) if profile else "", "ATTN_WORKLOAD": workload}
-    return {name: value for name, value in found.items() if value}
+    result = {"ATTN_PROFILE": str(profile.resolve()) if profile else "", "ATTN_WORKLOAD": workload}
+    return {name: value for name, value in result.items() if value}
 
 
 def by_costs(profile: pathlib.Path | None, workload: str) -> dict[str, str]:
     """Return the same for a record: the profile's name, and the workload as it was named."""
-    found = {"profile": profile.name if profile else "", "workload": workload}
-    return {name: value for name, value in found.items() if value}
+    result = {"profile": profile.name if profile else "", "workload": workload}
+    return {name: value for name, value in result.items() if value}
 
 
 def workload_of(configuration: Configuration) -> dict[str, object]:

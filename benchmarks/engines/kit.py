@@ -61,8 +61,8 @@ def cases(backend: str, device: str) -> Iterator[Case]:
         *dense.make_swa_no_prefix_input_config_cases(backend),
         *dense.make_swa_prefix_input_config_cases(backend),
     )
-    for group, found in (("dense", dense.make_dense_cases(backend)), ("window", windowed)):
-        for case in found:
+    for group, result in (("dense", dense.make_dense_cases(backend)), ("window", windowed)):
+        for case in result:
             yield group, case.name, call(dense.run_dense_attention_case, case, **of_dense)
             if case.forward_mode.is_decode():
                 replay = in_order(graph.run_dense_cuda_graph_decode_case, case, **of_dense)
@@ -158,10 +158,10 @@ def prepare() -> None:
             args.speculative_attention_mode = "decode"
         return Backend(runner)
 
-    whole = verify._make_custom_masks
+    full = verify._make_custom_masks
 
     def compact(case: Any, *, topk: int, device: str) -> Any:
-        by_request, _ = whole(case, topk=topk, device=device)
+        by_request, _ = full(case, topk=topk, device=device)
         return by_request, torch.cat([mask[:, -DRAFTS:].reshape(-1) for mask in by_request])
 
     register()
@@ -200,9 +200,9 @@ def main() -> int:
         by_group = any(part in group for part in args.only)
         if not (by_group and any(part in name for part in args.cases)):
             continue
-        said = outcome(test)
-        rows.append({"group": group, "case": name, "outcome": said})
-        print(f"{group:20} {name:42} {' '.join(said.split())[:200]}", flush=True)
+        message = outcome(test)
+        rows.append({"group": group, "case": name, "outcome": message})
+        print(f"{group:20} {name:42} {' '.join(message.split())[:200]}", flush=True)
     count = {kind: sum(r["outcome"].startswith(kind) for r in rows) for kind in KINDS}
     print(json.dumps(count))
     if args.out:

@@ -80,7 +80,7 @@ def gigabytes(configuration: Configuration) -> float:
     experts = model.get("num_experts", 0) * model.get("moe_intermediate_size", 0)
     others = layers * 3 * hidden * (experts or model["intermediate_size"])
     others += 2 * hidden * model["vocab_size"]
-    whole = configuration.arguments.get("dp_size", 1)  # its ranks have all heads
-    weights: float = 2 * (attention * whole + others) / configuration.gpus
+    full = configuration.arguments.get("dp_size", 1)  # its ranks have all heads
+    weights: float = 2 * (attention * full + others) / configuration.gpus
     drafts = 1.0 if configuration.draft_model is not None else 0.0
     return (weights + pool_bytes(configuration)) / 2**30 + drafts + REST_GB

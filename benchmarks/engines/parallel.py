@@ -208,8 +208,8 @@ def main() -> int:
     if args.one:
         kind, backend = args.one
         split, engine = KINDS[kind], engine_of(kind)
-        found = serve(engine, split, backend, args.model, args.device, args.number)
-        args.out.write_text(json.dumps(found))
+        result = serve(engine, split, backend, args.model, args.device, args.number)
+        args.out.write_text(json.dumps(result))
         return 0
     return compare(args)
 

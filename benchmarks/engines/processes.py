@@ -53,10 +53,10 @@ class Spare:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         process, self._process = self._process, self._started()
-        said = json.dumps({"arguments": list(arguments), "log": str(log)})
+        message = json.dumps({"arguments": list(arguments), "log": str(log)})
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(said.encode() + b"\n")
+            stdin.write(message.encode() + b"\n")
         return process
 
     def stop(self) -> None:
@@ -74,7 +74,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def last_error(text: str) -> str:
     """Return the last error of a log that says why, else its last line."""
     printed = _lines(text)
-    errors = [found[1] for line in printed if (found := ERROR.search(line))]
+    errors = [result[1] for line in printed if (result := ERROR.search(line))]
     causes = [error for error in errors if not any(word in error for word in CONSEQUENCES)]
     return (causes or errors or printed or ["it printed nothing"])[-1][:LINE]
 

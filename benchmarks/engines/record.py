@@ -65,13 +65,13 @@ def join(path: pathlib.Path, other: pathlib.Path, without: Collection[str] = ())
     without: parts of errors that say nothing of the backend, such as "no seconds left": rows that
     have them stay out. Raises ValueError where the other is of another configuration or device.
     """
-    record, found = load(path), load(other)
+    record, result = load(path), load(other)
     for name in ("configuration", "device"):
-        if record.get(name, found[name]) != found[name]:
-            raise ValueError(f"{other}: {name} {found[name]}; {path} has {record[name]}")
-    rows = [r for r in found["rows"] if not any(part in r.get("error", "") for part in without)]
+        if record.get(name, result[name]) != result[name]:
+            raise ValueError(f"{other}: {name} {result[name]}; {path} has {record[name]}")
+    rows = [r for r in result["rows"] if not any(part in r.get("error", "") for part in without)]
     for row in rows:
-        merge(path, row, configuration=found["configuration"], device=found["device"])
+        merge(path, row, configuration=result["configuration"], device=result["device"])
     return len(rows)
 
 

@@ -34,7 +34,7 @@ def prompts(lengths: Sequence[int], vocabulary: int) -> Iterator[tuple[str, list
 
 def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int) -> Found:
     """Return SGLang's logprobs of prompts, behind a prefix of the rest alone, and greedy tokens."""
-    found = {}
+    result = {}
     for name, ids in prompts(lengths, vocabulary):
         starts = [len(x) - MORE if name == "again" else 0 for x in ids]
         sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
@@ -45,7 +45,7 @@ def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int
             logprob_start_len=starts,
         )
         meta = [each["meta_info"] for each in out]
-        found[name] = [
+        result[name] = [
             [
                 [token, logprob]
                 for logprob, token, *_ in (*m["input_token_logprobs"], *m["output_token_logprobs"])
@@ -53,7 +53,7 @@ def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int
             ]
             for m in meta
         ]
-    return found
+    return result
 
 
 def replay_vllm(
@@ -66,9 +66,9 @@ def replay_vllm(
 
     vLLM reads no prefix cache for a request that asks for a prompt's logprobs.
     """
-    found = {}
+    result = {}
     for name, ids in prompts(lengths, vocabulary):
-        asked = sampling(
+        requested = sampling(
             temperature=0,
             max_tokens=NEW,
             ignore_eos=True,
@@ -76,9 +76,9 @@ def replay_vllm(
             logprobs=0,  # of the token itself
             prompt_logprobs=None if name == "again" else 0,
         )
-        out = generate([{"prompt_token_ids": x} for x in ids], asked, use_tqdm=False)
-        found[name] = [_pairs(each) for each in out]
-    return found
+        out = generate([{"prompt_token_ids": x} for x in ids], requested, use_tqdm=False)
+        result[name] = [_pairs(each) for each in out]
+    return result
 
 
 def _pairs(out: Any) -> list[list[Any]]:
@@ -93,7 +93,7 @@ def sglang_arguments(
 ) -> dict[str, Any]:
     """Return SGLang's arguments; number: of the engines that run beside one another."""
     alone = not split
-    found = {
+    result = {
         "model_path": model,
         "skip_tokenizer_init": True,
         "attention_backend": backend,
@@ -114,16 +114,16 @@ def sglang_arguments(
         **sglang_engine.ranks_arguments(split),
     }
     if device == "cpu":  # SGLang's defaults for a CPU
-        found |= {"device": "cpu", "cuda_graph_bs_decode": None, "dtype": "float32"}
-        found |= {"disable_decode_cuda_graph": True, "disable_overlap_schedule": True}
-    return found
+        result |= {"device": "cpu", "cuda_graph_bs_decode": None, "dtype": "float32"}
+        result |= {"disable_decode_cuda_graph": True, "disable_overlap_schedule": True}
+    return result
 
 
 def vllm_arguments(
     split: Mapping[str, Any], backend: str, model: str, device: str
 ) -> dict[str, Any]:
     """Return vLLM's arguments. Prompts are cut, so that passes mix prefill and decode."""
-    found = {
+    result = {
         "model": model,
         "skip_tokenizer_init": True,
         "attention_backend": vllm_engine.NAMES.get(backend, backend),
@@ -138,8 +138,8 @@ def vllm_arguments(
         **({"disable_custom_all_reduce": True} if split else {}),
     }
     if device == "cpu":
-        found |= {"dtype": "float32", "enforce_eager": True, "compilation_config": {}}
-    return found
+        result |= {"dtype": "float32", "enforce_eager": True, "compilation_config": {}}
+    return result
 
 
 def serve(

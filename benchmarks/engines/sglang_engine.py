@@ -57,7 +57,7 @@ def arguments(
     One graph is captured for each batch size of the cases, and nothing that no case replays.
     beside: the number of this engine among those that share the GPUs; it takes what its cases need.
     """
-    found = {
+    result = {
         "model_path": write(folder, "model", configuration.model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -80,12 +80,12 @@ def arguments(
         shared = {"max_total_tokens": tokens, "mem_fraction_static": 0.9}  # of what is left
         if states := state_slots(configuration):
             shared["max_mamba_cache_size"] = states  # SGLang's default is half of the memory
-        found |= {**shared, **ports(beside)}
+        result |= {**shared, **ports(beside)}
     if configuration.draft_model is not None:
         draft = write(folder, "draft", configuration.draft_model)
-        found["speculative_draft_model_path"] = draft
-        found["speculative_draft_attention_backend"] = record.split(backend)[2] or None
-    return found
+        result["speculative_draft_model_path"] = draft
+        result["speculative_draft_attention_backend"] = record.split(backend)[2] or None
+    return result
 
 
 class Engine:

@@ -125,7 +125,7 @@ def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[floa
     The engine computes prompt and answer as one prompt: 0 is what it would have chosen. It is asked
     for one at a time, so that no other request changes how its sums are rounded.
     """
-    found = []
+    result = []
     for prompt, new in answers:
         out = engine.generate(
             input_ids=prompt + new,
@@ -138,8 +138,8 @@ def regret(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[floa
         best = out["meta_info"]["input_top_logprobs"][len(prompt) :]
         names = [token for _, token, *_ in chosen]
         assert names == named(new), f"logprobs of {names} for {new} after {len(prompt)} tokens"
-        found += [top[0][0] - own[0] for own, top in zip(chosen, best, strict=True)]
-    return found
+        result += [top[0][0] - own[0] for own, top in zip(chosen, best, strict=True)]
+    return result
 
 
 def soak(engine: Any, seed: int, seconds: float, device: str) -> tuple[Served, dict[str, Any]]:
@@ -229,7 +229,7 @@ def main() -> int:
             "reference": summary(regret(engine, replay(engine, served.answers))),
         }
         engine.shutdown()
-    found = {
+    result = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "versions": record.installed(),
@@ -243,11 +243,11 @@ def main() -> int:
         **after,
         "regret": regrets,
     }
-    found["wrong"] = judge(found)
-    print(json.dumps(found, indent=2))
+    result["wrong"] = judge(result)
+    print(json.dumps(result, indent=2))
     if args.out:
-        record.save(args.out, found)
-    return 1 if found["wrong"] else 0
+        record.save(args.out, result)
+    return 1 if result["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     )
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(config["num_hidden_layers"]):
         of_layer = {
             "input_layernorm": (hidden,),
@@ -75,5 +75,5 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         }
         if config["model_type"] == "qwen3":
             of_layer |= {f"self_attn.{x}_norm": (config["head_dim"],) for x in "qk"}
-        found |= {f"model.layers.{layer}.{n}.weight": shape for n, shape in of_layer.items()}
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+        result |= {f"model.layers.{layer}.{n}.weight": shape for n, shape in of_layer.items()}
+    return result | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}

@@ -58,12 +58,12 @@ def environment(configuration: Configuration, backend: str) -> dict[str, str]:
     """Return the variables that attn_core reads: what decodes in it, if it shares and adapts."""
     name, inside, _draft = record.split(backend)
     shares = configuration.shared_prefix and name == OURS and not backend.endswith(ALONE)
-    found = {
+    result = {
         "ATTN_DECODE_ATTENTION_BACKEND": inside,
         "ATTN_SHARED_PREFIX": "1" * shares,
         "ATTN_ADAPTIVE": "0" * backend.endswith(FIXED),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in result.items() if value}
 
 
 def device() -> str:
@@ -90,13 +90,13 @@ def prompts(case: Case) -> list[list[int]]:
         return [generator.randrange(10000) for _ in range(count)]
 
     members, common = case.shared
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for number, length in enumerate(case.lengths):
-        shared = found[-1][:common] if number % members else tokens(common)
-        found.append(shared + tokens(length - common))
+        shared = result[-1][:common] if number % members else tokens(common)
+        result.append(shared + tokens(length - common))
     if case.sigma:
-        generator.shuffle(found)
-    return found
+        generator.shuffle(result)
+    return result
 
 
 def measure(
@@ -142,11 +142,11 @@ def step_ms(generate: Generate, ids: list[list[int]]) -> float:
 def later(engine: str) -> list[str]:
     """Import the engine, then wait for a line with the arguments and the file to print to."""
     importlib.import_module(IMPORTS[engine])
-    said = json.loads(sys.stdin.readline())
-    log = os.open(said["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    message = json.loads(sys.stdin.readline())
+    log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    return list(said["arguments"])
+    return list(message["arguments"])
 
 
 def pause() -> None:
@@ -174,11 +174,11 @@ def main() -> None:
     args = parser.parse_args(later(sys.argv[2]) if sys.argv[1:2] == ["--later"] else None)
     configuration = CONFIGURATIONS[args.configuration]
     versions = record.installed(configuration.engine)
-    wanted = named(args.configuration, args.cases)
+    selected = named(args.configuration, args.cases)
     rounds = range(1, args.turns + 1) if args.turns else [args.round]
 
     def missing(number: int) -> list[Case]:
-        return record.missing(record.load(args.out), wanted, args.backend, number, versions)
+        return record.missing(record.load(args.out), selected, args.backend, number, versions)
 
     if not any(map(missing, rounds)):
         return
@@ -188,9 +188,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         engine_class = ENGINES[configuration.engine]
-        where, asked = pathlib.Path(folder), dataclasses.replace(configuration, cases=(*wanted,))
+        where, requested = (
+            pathlib.Path(folder),
+            dataclasses.replace(configuration, cases=(*selected,)),
+        )
         if args.turns:
-            engine = engine_class(asked, args.backend, where, beside=args.number)
+            engine = engine_class(requested, args.backend, where, beside=args.number)
         else:
             engine = engine_class(configuration, args.backend, where)
         start_s = time.perf_counter() - start

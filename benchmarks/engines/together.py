@@ -139,24 +139,26 @@ def run(
 
     command: of a process that imports the engine and waits for its arguments.
     """
-    wanted: dict[str, list[str]] = {}
+    missing: dict[str, list[str]] = {}
     sizes = {}
     for name, path in paths.items():
         cases = named(name, settings.cases)
         sizes[name] = gigabytes(replace(CONFIGURATIONS[name], cases=(*cases,))) if cases else 0.0
-        asked = [*(backends or [OURS, *CONFIGURATIONS[name].peers])]
+        requested = [*(backends or [OURS, *CONFIGURATIONS[name].peers])]
         if settings.again:
-            _drop(path, asked, rounds, name, settings)
-        wanted[name] = [b for b in asked if _missing(path, name, b, range(1, rounds + 1), settings)]
-        if not wanted[name]:
+            _drop(path, requested, rounds, name, settings)
+        missing[name] = [
+            b for b in requested if _missing(path, name, b, range(1, rounds + 1), settings)
+        ]
+        if not missing[name]:
             print(f"{name}: recorded (--again repeats it)", flush=True)
-        elif len(wanted[name]) > 1 and sizes[name] * len(wanted[name]) > MOST * gpu:
+        elif len(missing[name]) > 1 and sizes[name] * len(missing[name]) > MOST * gpu:
             print(
-                f"{name}: {len(wanted[name])} servers of {sizes[name]:.0f} GB do not fit into "
+                f"{name}: {len(missing[name])} servers of {sizes[name]:.0f} GB do not fit into "
                 f"{MOST:.0%} of {gpu:.0f} GB; they run one after the other",
                 flush=True,
             )
-    planned = [*groups({n: b for n, b in wanted.items() if b}, sizes, gpu)]
+    planned = [*groups({n: b for n, b in missing.items() if b}, sizes, gpu)]
     spares = [Spare(command) for _ in range(max(map(len, planned), default=0))]
     try:
         for group in planned:

@@ -68,9 +68,9 @@ def graphs(batches: list[int], *, alone: bool) -> dict[str, Any]:
 
 def _share(configuration: Configuration) -> dict[str, Any]:
     """Return what makes an engine take what its cases need, whatever else is on the GPU."""
-    found: dict[str, Any] = {"kv_cache_memory_bytes": pool_bytes(configuration)}
+    result: dict[str, Any] = {"kv_cache_memory_bytes": pool_bytes(configuration)}
     # vLLM asks for so much free memory at its start; others may have taken theirs by then
-    return {**found, "gpu_memory_utilization": 0.1}
+    return {**result, "gpu_memory_utilization": 0.1}
 
 
 class RouterKernels(importlib.abc.MetaPathFinder):
@@ -88,16 +88,16 @@ class RouterKernels(importlib.abc.MetaPathFinder):
         if name != self.module:
             return None
         sys.meta_path.remove(self)
-        found = importlib.util.find_spec(name)
-        if found is not None and found.loader is not None:
-            run = found.loader.exec_module
+        result = importlib.util.find_spec(name)
+        if result is not None and result.loader is not None:
+            run = result.loader.exec_module
 
             def run_without(module: ModuleType) -> None:
                 run(module)
                 setattr(module, self.shapes, ())
 
-            found.loader.exec_module = run_without  # type: ignore[method-assign]
-        return found
+            result.loader.exec_module = run_without  # type: ignore[method-assign]
+        return result
 
 
 def start_fast(sampling: Any) -> None:
@@ -147,9 +147,9 @@ class Engine:
         sampling = self._sampling(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in ids]
+        requested = [{"prompt_token_ids": prompt} for prompt in ids]
         start = time.perf_counter()
-        out = self._engine.generate(asked, sampling, use_tqdm=False)
+        out = self._engine.generate(requested, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         if any(len(each.outputs[0].token_ids) != tokens for each in out):
             raise RuntimeError(f"vLLM did not generate {tokens} tokens for each prompt")

@@ -21,7 +21,7 @@ Level = tuple[Tensor, Tensor, Tensor]
 def levels(inputs: Inputs) -> list[Level]:
     """Cut the keys into levels. A request that shares nothing is a group without keys."""
     case, table, device = inputs.case, inputs.page_table, inputs.q.device
-    queries, begins, found = case.queries or 1, [0] * case.batch, []
+    queries, begins, result = case.queries or 1, [0] * case.batch, []
     for groups in case.groups:
         left = range(groups[-1][0] + groups[-1][1], case.batch)
         rows = [*groups, *((b, 1, 0, 0) for b in left)]
@@ -30,7 +30,7 @@ def levels(inputs: Inputs) -> list[Level]:
         begin, end = groups[0][2:]
         pages = slice(begin // case.page_size, end // case.page_size)
         first = torch.tensor([row[0] for row in rows], device=device)
-        found.append((table[first, pages].contiguous(), lengths.to(device), starts.to(device)))
+        result.append((table[first, pages].contiguous(), lengths.to(device), starts.to(device)))
         for group_first, n, _, group_end in groups:
             begins[group_first : group_first + n] = [group_end] * n
     own = torch.zeros_like(table)
@@ -39,8 +39,8 @@ def levels(inputs: Inputs) -> list[Level]:
         own[b, : len(kept)] = kept
     lengths = inputs.seq_lens - torch.tensor(begins, device=device).int()
     width = -(-int(lengths.max()) // case.page_size)
-    found.append((own[:, :width].contiguous(), lengths, inputs.batch.cu_seqlens_q))
-    return found
+    result.append((own[:, :width].contiguous(), lengths, inputs.batch.cu_seqlens_q))
+    return result
 
 
 def _cascade(inputs: Inputs) -> Call:

@@ -90,10 +90,10 @@ def _score(x: SparseInputs, launch: Any) -> Call:
     inputs = launch.SparsePass(
         x.view, x.batch.cu_seqlens_q, plan.requests, queries=x.batch.max_q_len
     )
-    asked = (x.q_index, x.weights, x.caches["bf16"], inputs, scores)
+    requested = (x.q_index, x.weights, x.caches["bf16"], inputs, scores)
 
     def call() -> Tensor:
-        launch.score(*asked, 0, x.case.tokens, TOPK, arch=backend.config.arch)
+        launch.score(*requested, 0, x.case.tokens, TOPK, arch=backend.config.arch)
         return scores
 
     return call
@@ -113,8 +113,8 @@ def _select(x: SparseInputs, _: Any) -> Call:
 def _index_topk(name: str, store: Store) -> Callable[[SparseInputs, Any], Call]:
     def prepare(x: SparseInputs, _: Any) -> Call:
         backend, plan = backend_of(name, x, store)
-        asked = (x.q_index, x.weights, x.layer, x.caches[store], x.batch, plan)
-        return lambda: backend.index_topk(*asked)
+        requested = (x.q_index, x.weights, x.layer, x.caches[store], x.batch, plan)
+        return lambda: backend.index_topk(*requested)
 
     return prepare
 
@@ -236,7 +236,7 @@ def _ours() -> list[SparseContestant]:
     before: tuple[tuple[Part, Prepare], ...] = (
         ("write", _write), ("score", _score), ("select", _select),
     )  # fmt: skip
-    found = [
+    result = [
         SparseContestant(name="triton", part=part, module=LAUNCH, prepare=prepare)
         for part, prepare in before
     ]
@@ -252,11 +252,11 @@ def _ours() -> list[SparseContestant]:
         if store == "bf16":  # selects alike from either
             parts.append(("index_topk", _index_topk(name, store)))
         module = MODULES[name.partition(":")[0]]
-        found += [
+        result += [
             SparseContestant(name=name, part=part, store=store, module=module, prepare=prepare)
             for part, prepare in parts
         ]
-    return found
+    return result
 
 
 CONTESTANTS: tuple[SparseContestant, ...] = (

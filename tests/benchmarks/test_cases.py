@@ -36,8 +36,8 @@ def test_bytes_and_flops_by_hand():
 
 
 def test_the_fixed_cases_are_those_that_have_targets():
-    found = {c.name for c in cases_of("all")}
-    assert len(found) == len(cases_of("all")), "two cases of one name"
+    result = {c.name for c in cases_of("all")}
+    assert len(result) == len(cases_of("all")), "two cases of one name"
     assert {
         "decode B64 L4096 H32/8 D128 p64",
         "decode B256 L2048 H32/8 D128 p64",
@@ -59,7 +59,7 @@ def test_the_fixed_cases_are_those_that_have_targets():
         "mla B1 L4096 H128/1 D576/512 p64",
         "mla-verify B16 L4096 q4 H128/1 D576/512 p64",
         "fp8 B64 L4096 H32/8 D128 p64 fp8_e4m3",
-    } <= found
+    } <= result
 
 
 def test_the_grid_covers_what_it_promises():

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attn_core.ops.vertical_slash import TORCH, Lines
+from attn_core.ops.vertical_slash import TORCH, VerticalSlash
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.dual_chunk import DualChunk
 
@@ -68,7 +68,7 @@ def test_ours_is_right_and_a_ratio_is_to_the_baseline(tmp_path):
 
 def test_other_chunks_are_seen_as_wrong(tmp_path, monkeypatch):
     real = dual_chunk.reference
-    monkeypatch.setattr(dual_chunk, "reference", lambda *given: real(*given[:-1], 192))
+    monkeypatch.setattr(dual_chunk, "reference", lambda *kwargs: real(*kwargs[:-1], 192))
     code, record = run(tmp_path, CHUNKS)
     assert code == 1
     assert all(case["entries"][1]["wrong"] for case in record["cases"])
@@ -76,11 +76,11 @@ def test_other_chunks_are_seen_as_wrong(tmp_path, monkeypatch):
 
 def test_lists_have_about_the_density_that_is_asked():
     n = 8192
-    for asked in (0.2, 0.4):
-        drawn = vertical_slash.draw_lines(asked, 2, n, seed=1)
-        assert torch.equal(drawn.slash, vertical_slash.draw_lines(asked, 2, n, seed=1).slash)
-        lists = TORCH.to_lists(Lines(*drawn), vertical_slash.Part(0, n, 0, n))
-        assert math.isclose(vertical_slash.density_of([lists], n), asked, rel_tol=0.25)
+    for requested in (0.2, 0.4):
+        drawn = vertical_slash.draw_indexes(requested, 2, n, seed=1)
+        assert torch.equal(drawn.slash, vertical_slash.draw_indexes(requested, 2, n, seed=1).slash)
+        lists = TORCH.to_lists(VerticalSlash(*drawn), vertical_slash.Part(0, n, 0, n))
+        assert math.isclose(vertical_slash.density_of([lists], n), requested, rel_tol=0.25)
 
 
 def test_break_even_is_where_the_line_through_the_times_is_one():

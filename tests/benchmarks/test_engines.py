@@ -75,14 +75,14 @@ def test_rows_are_merged_by_backend_case_and_round(tmp_path):
         record.merge(path, each, device="Some GPU")
     record.merge(path, row("fa3", "b", 7.0))
     record.merge(path, row("fa3", "a", 4.0), configuration="bf16")
-    found = json.loads(path.read_text())
-    assert (found["device"], found["configuration"]) == ("Some GPU", "bf16")
-    assert [(r["case"], r["round"], r["ms"]) for r in found["rows"]] == [
+    result = json.loads(path.read_text())
+    assert (result["device"], result["configuration"]) == ("Some GPU", "bf16")
+    assert [(r["case"], r["round"], r["ms"]) for r in result["rows"]] == [
         ("a", 1, 4.0),
         ("a", 2, 5.0),
         ("b", 1, 7.0),
     ]
-    assert record.medians(found, "a") == {"fa3": 4.5}
+    assert record.medians(result, "a") == {"fa3": 4.5}
     a, b = (dataclasses.replace(DECODE, length=n) for n in (1, 2))
     for case in (a, b):
         record.merge(path, row("fa3", case.name, 1.0))
@@ -172,8 +172,8 @@ def test_a_step_is_the_difference_of_two_runs():
         assert [len(prompt) for prompt in ids] == [8, 8]
         return 5.0 + 0.003 * tokens, tokens
 
-    found = measure(DECODE, generate, lambda: calls.append("flush"), 3)
-    assert (found["ms"], found["spread_ms"], found["tokens_per_s"]) == (3.0, [3.0, 3.0], 667)
+    result = measure(DECODE, generate, lambda: calls.append("flush"), 3)
+    assert (result["ms"], result["spread_ms"], result["tokens_per_s"]) == (3.0, [3.0, 3.0], 667)
     assert calls[:3] == ["flush", FEW_TOKENS, FEW_TOKENS]
 
 
@@ -202,24 +202,28 @@ def test_a_prefill_flushes_the_prefix_cache_first():
         calls.append(tokens)
         return next(seconds), tokens
 
-    found = measure(PREFILL, generate, lambda: calls.append("flush"), 3)
-    assert (found["ms"], found["spread_ms"], found["tokens_per_s"]) == (200.0, [100.0, 400.0], 80)
+    result = measure(PREFILL, generate, lambda: calls.append("flush"), 3)
+    assert (result["ms"], result["spread_ms"], result["tokens_per_s"]) == (
+        200.0,
+        [100.0, 400.0],
+        80,
+    )
     assert calls == ["flush", 1] + ["flush", 1] * 3
 
 
 @pytest.mark.parametrize("name", [n for n, c in CONFIGURATIONS.items() if c.engine == "sglang"])
 def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_path):
     configuration = CONFIGURATIONS[name]
-    found = sglang_engine.arguments(configuration, "fa3", tmp_path)
-    assert found["attention_backend"] == "fa3"
-    shares = found.get("dp_size", 1) * found.get("pp_size", 1)
+    result = sglang_engine.arguments(configuration, "fa3", tmp_path)
+    assert result["attention_backend"] == "fa3"
+    shares = result.get("dp_size", 1) * result.get("pp_size", 1)
     each = {max(case.batch // shares, 1) for case in configuration.cases}
-    assert set(found["cuda_graph_bs_decode"]) == each
-    assert found.get("disable_custom_all_reduce", False) == (configuration.gpus > 1)
+    assert set(result["cuda_graph_bs_decode"]) == each
+    assert result.get("disable_custom_all_reduce", False) == (configuration.gpus > 1)
     written = json.loads((tmp_path / "model/config.json").read_text())
     assert written["num_hidden_layers"] == configuration.model["num_hidden_layers"]
     drafted = configuration.draft_model is not None
-    assert ("speculative_draft_model_path" in found) == drafted
+    assert ("speculative_draft_model_path" in result) == drafted
     assert configuration.is_speculative == (drafted or name == "ngram")
     (tmp_path / "named").mkdir()
     ours = sglang_engine.arguments(configuration, "attn_core:triton", tmp_path / "named")
@@ -231,24 +235,24 @@ def test_a_configuration_captures_its_batches_and_writes_its_models(name, tmp_pa
     assert environment(configuration, "fa3") == environment(configuration, OURS + ALONE) == {}
     assert environment(configuration, OURS + FIXED) == {"ATTN_ADAPTIVE": "0", **plain}
     for case in configuration.cases:
-        assert max(case.lengths) < found["context_length"]
+        assert max(case.lengths) < result["context_length"]
         assert case.must < case.aim
 
 
 @pytest.mark.parametrize("name", [n for n, c in CONFIGURATIONS.items() if c.engine == "vllm"])
 def test_a_configuration_of_vllm_names_attn_core_by_its_flag(name, tmp_path):
     configuration = CONFIGURATIONS[name]
-    found = vllm_engine.arguments(configuration, "attn_core:triton", tmp_path)
+    result = vllm_engine.arguments(configuration, "attn_core:triton", tmp_path)
     batches = {case.batch for case in configuration.cases}
-    assert found["attention_backend"] == "CUSTOM"
-    assert set(found["compilation_config"]["cudagraph_capture_sizes"]) == batches
-    assert found["max_num_seqs"] == max(batches)
+    assert result["attention_backend"] == "CUSTOM"
+    assert set(result["compilation_config"]["cudagraph_capture_sizes"]) == batches
+    assert result["max_num_seqs"] == max(batches)
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "llama"
     (tmp_path / "peer").mkdir()
     peer = vllm_engine.arguments(configuration, "FLASH_ATTN", tmp_path / "peer")
-    assert {key for key in found if found[key] != peer[key]} == {"attention_backend", "model"}
+    assert {key for key in result if result[key] != peer[key]} == {"attention_backend", "model"}
     for case in configuration.cases:
-        assert case.length + NEW_TOKENS <= found["max_model_len"]
+        assert case.length + NEW_TOKENS <= result["max_model_len"]
 
 
 def test_a_module_that_is_imported_later_has_no_shapes_to_compile(tmp_path, monkeypatch):
@@ -259,10 +263,10 @@ def test_a_module_that_is_imported_later_has_no_shapes_to_compile(tmp_path, monk
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
     assert hook.find_spec("another", None) is None
     assert hook in sys.meta_path
-    found = importlib.import_module("warms_up")
+    result = importlib.import_module("warms_up")
     monkeypatch.delitem(sys.modules, "warms_up")
-    assert getattr(found, hook.shapes) == ()
-    assert found.OTHER == 1
+    assert getattr(result, hook.shapes) == ()
+    assert result.OTHER == 1
     assert hook not in sys.meta_path
 
 
@@ -280,18 +284,18 @@ def test_prompts_of_members_begin_alike_and_no_others(name):
     assert [case.name for case in configuration.cases] == names
     for case in configuration.cases:
         members, common = case.shared
-        found = prompts(case)
-        assert found == prompts(case)
-        assert {len(prompt) for prompt in found} == {case.length}
-        begins = [tuple(prompt[: common or 64]) for prompt in found]
+        result = prompts(case)
+        assert result == prompts(case)
+        assert {len(prompt) for prompt in result} == {case.length}
+        begins = [tuple(prompt[: common or 64]) for prompt in result]
         assert len(set(begins)) == case.batch // members
         assert all(
             begins[i] == begins[j]
             for i in range(0, case.batch, members)
             for j in range(i, i + members)
         )
-        whole = {tuple(prompt) for prompt in found}
-        assert len(whole) == (case.batch // members if common == case.length else case.batch)
+        full = {tuple(prompt) for prompt in result}
+        assert len(full) == (case.batch // members if common == case.length else case.batch)
 
 
 @pytest.mark.parametrize("backend", [OURS, OURS + ALONE, OURS + FIXED])
@@ -308,9 +312,9 @@ def test_both_of_ours_name_attn_core_by_the_flag(backend, tmp_path):
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_tuned_profile_and_the_requests_of_the_cases_reach_attn_core(name, tmp_path):
     configuration, file = CONFIGURATIONS[name], tmp_path / "tuned.json"
-    found = variables(file, "cases", configuration)
-    assert found["ATTN_PROFILE"] == str(file)
-    workload = Workload.parse(found["ATTN_WORKLOAD"])
+    result = variables(file, "cases", configuration)
+    assert result["ATTN_PROFILE"] == str(file)
+    workload = Workload.parse(result["ATTN_WORKLOAD"])
     assert workload.requests.keys() == {case.batch for case in configuration.cases}
     longest = max(workload.prompts)
     assert longest == pytest.approx(configuration.longest, rel=0.1)

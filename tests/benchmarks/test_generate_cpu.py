@@ -36,7 +36,7 @@ def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys
     """Requests of two lengths, padded before; the record is read back."""
     rows, mask = torch.randint(2, 97, (2, 20)), torch.ones(2, 20, dtype=torch.int64)
     mask[1, :3] = 0
-    monkeypatch.setattr(generate_cpu, "prompts_of", lambda *asked: (rows, mask))
+    monkeypatch.setattr(generate_cpu, "prompts_of", lambda *requested: (rows, mask))
     path = tmp_path / "record.json"
     words = ["--model", str(folder), "--dtypes", "fp32", "--batches", "2", "--prompts", "20"]
     words += ["--since", str(ROOT)]  # this commit stands for an earlier one
@@ -74,8 +74,8 @@ def test_weights_are_no_tensors_of_inference_mode(folder):
 
 
 def test_agreement_ends_at_the_first_difference():
-    got = torch.tensor([[1, 2, 3], [1, 9, 3], [7, 2, 3]])
-    assert generate_cpu._agreement(got, torch.tensor([[1, 2, 3]] * 3)) == [3, 1, 0]
+    actual = torch.tensor([[1, 2, 3], [1, 9, 3], [7, 2, 3]])
+    assert generate_cpu._agreement(actual, torch.tensor([[1, 2, 3]] * 3)) == [3, 1, 0]
 
 
 def test_a_call_is_timed_with_each_number_of_threads(monkeypatch):
@@ -85,9 +85,9 @@ def test_a_call_is_timed_with_each_number_of_threads(monkeypatch):
     monkeypatch.setattr(intel_amx_cpu, "MLA", ((1, 64, 4),))
     before = torch.get_num_threads()
     try:
-        found = intel_amx_cpu.scaling([2, 1], repeats=1)
+        result = intel_amx_cpu.scaling([2, 1], repeats=1)
     finally:
         torch.set_num_threads(before)
-    assert [x["threads"] for x in found] == [2, 2, 2, 1, 1, 1]
-    assert {"sdpa", "intel_amx page 16"} <= found[0]["median_ms"].keys()
-    assert {"sdpa", "intel_amx"} <= found[2]["median_ms"].keys()
+    assert [x["threads"] for x in result] == [2, 2, 2, 1, 1, 1]
+    assert {"sdpa", "intel_amx page 16"} <= result[0]["median_ms"].keys()
+    assert {"sdpa", "intel_amx"} <= result[2]["median_ms"].keys()

@@ -45,7 +45,9 @@ def test_parts_add_up_to_the_step(monkeypatch, tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     rows = torch.randint(2, 97, (2, 9))
-    monkeypatch.setattr(generate_parts, "prompts_of", lambda *asked: (rows, torch.ones_like(rows)))
+    monkeypatch.setattr(
+        generate_parts, "prompts_of", lambda *requested: (rows, torch.ones_like(rows))
+    )
     replaced = (nn.Linear.forward, IntelAMX._attend, AttentionInterface._global_mapping["sdpa"])
     path = tmp_path / "record.json"
     words = ["--model", str(tmp_path), "--dtypes", "bf16", "--batches", "2", "--prompts", "9"]

@@ -64,22 +64,22 @@ def test_the_fastest_round_counts(monkeypatch):
         return [dataclasses.replace(added.Timing.of([us]), p20=p20)]
 
     monkeypatch.setattr(layer_calls, "host_us", timed)
-    found = {"rounds": []}
+    result = {"rounds": []}
     for _ in range(3):
-        layer_calls.measure_again(found, lambda: None, torch.device("cpu"))
-    assert (found["us"], found["p20"], found["rounds"]) == (20.0, 19.0, [30.0, 20.0, 25.0])
+        layer_calls.measure_again(result, lambda: None, torch.device("cpu"))
+    assert (result["us"], result["p20"], result["rounds"]) == (20.0, 19.0, [30.0, 20.0, 25.0])
 
 
 @pytest.mark.parametrize("number", range(len(backend_calls.ASKED)))
 def test_each_case_of_the_backends_runs(number, capsys):
     """By the reference on a CPU; what a backend cannot serve is said on standard error."""
-    asked = backend_calls.ASKED[number]
-    small = dataclasses.replace(asked.case, batch=2, length=asked.case.page_size * 2)
-    asked = dataclasses.replace(asked, case=small)
-    [(name, call)] = backend_calls._call("torch_native", asked, torch.device("cpu"))
+    requested = backend_calls.ASKED[number]
+    small = dataclasses.replace(requested.case, batch=2, length=requested.case.page_size * 2)
+    requested = dataclasses.replace(requested, case=small)
+    [(name, call)] = backend_calls._call("torch_native", requested, torch.device("cpu"))
     assert call().shape == (small.tokens, small.q_heads, small.v_head_dim)
-    assert name == f"torch_native {asked.name}"
-    assert [*backend_calls._call("cutlass_mla", asked, torch.device("cpu"))] == []
+    assert name == f"torch_native {requested.name}"
+    assert [*backend_calls._call("cutlass_mla", requested, torch.device("cpu"))] == []
     assert "cutlass_mla" in capsys.readouterr().err
 
 

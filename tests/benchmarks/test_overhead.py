@@ -61,14 +61,14 @@ def test_every_backend_is_measured_beside_its_library(vendor, short, name):
         case = dataclasses.replace(first, batch=2, length=30, q_heads=16)
     else:
         case = dataclasses.replace(SMALL, page_size=first.page_size)
-    found = found_on(name, case)
-    assert found.error is None
-    assert found.host.direct > 0
-    assert found.kernel is None, "no GPU, no kernel time"
-    assert found.plan_us > 0
+    result = found_on(name, case)
+    assert result.error is None
+    assert result.host.direct > 0
+    assert result.kernel is None, "no GPU, no kernel time"
+    assert result.plan_us > 0
     # those without a plan of the library's own have nothing to be compared with
-    assert (found.plan is None) == (name in ("fa4", "trtllm_mha"))
-    assert (found.plan_from_host_us is None) == (name != "flashinfer")
+    assert (result.plan is None) == (name in ("fa4", "trtllm_mha"))
+    assert (result.plan_from_host_us is None) == (name != "flashinfer")
 
 
 def test_what_a_wrapper_adds_is_seen(vendor, short, monkeypatch):
@@ -81,12 +81,12 @@ def test_what_a_wrapper_adds_is_seen(vendor, short, monkeypatch):
             return real(*args, **more)
 
         monkeypatch.setattr(fa3, method, slow)
-    found = found_on("fa3")
-    assert found.host.added > 40_000
-    assert found.plan.added > 60_000
-    assert not found.verdicts["host_us"][1]
-    assert not found.verdicts["plan_ratio"][1]
-    assert "OVER 8" in overhead.describe(found)
+    result = found_on("fa3")
+    assert result.host.added > 40_000
+    assert result.plan.added > 60_000
+    assert not result.verdicts["host_us"][1]
+    assert not result.verdicts["plan_ratio"][1]
+    assert "OVER 8" in overhead.describe(result)
 
 
 LATENT = dataclasses.replace(SMALL, phase="mla", kv_heads=1, head_dim=576, v_head_dim=512)
@@ -156,18 +156,18 @@ def test_the_plan_beside_ours_is_that_of_the_wrapper_that_users_plan(vendor, sho
         real(*args, **more)
 
     monkeypatch.setattr(decode, "plan", slow)  # on tensor cores ours is planned by prefill's
-    found = found_on("flashinfer", TENSOR_CORES)
-    assert found.error is None
-    assert found.plan.ours < 50_000 < found.plan.direct
-    assert found.plan_from_host_us > 50_000
-    assert "or from the host" in overhead.describe(found)
+    result = found_on("flashinfer", TENSOR_CORES)
+    assert result.error is None
+    assert result.plan.ours < 50_000 < result.plan.direct
+    assert result.plan_from_host_us > 50_000
+    assert "or from the host" in overhead.describe(result)
 
 
 def test_a_library_that_is_not_watched_is_an_error(vendor, short, monkeypatch):
     monkeypatch.setattr(added, "RUNS", {})
-    found = found_on("fa3")
-    assert found.error.startswith("RuntimeError: no call")
-    assert "no call" in overhead.describe(found)
+    result = found_on("fa3")
+    assert result.error.startswith("RuntimeError: no call")
+    assert "no call" in overhead.describe(result)
 
 
 def test_calls_are_recorded_with_their_arguments():
@@ -217,7 +217,7 @@ def test_calls_are_timed_in_turn():
 
 
 def test_limits_are_kept_or_not():
-    found = Found(
+    result = Found(
         backend="fa3",
         case="c",
         host=Pair(ours=35.5, direct=28.0),
@@ -225,17 +225,17 @@ def test_limits_are_kept_or_not():
         kernel=Pair(ours=10.1, direct=10.0),
         replay=Pair(ours=20.0, direct=19.0),
     )
-    assert found.verdicts["host_us"] == (7.5, True)
-    assert found.verdicts["plan_ratio"] == (1.2, False)
-    assert {k for k, (_, good) in found.verdicts.items() if good} == {
+    assert result.verdicts["host_us"] == (7.5, True)
+    assert result.verdicts["plan_ratio"] == (1.2, False)
+    assert {k for k, (_, good) in result.verdicts.items() if good} == {
         "host_us",
         "kernel_ratio",
         "replay_us",
     }
-    text = overhead.describe(found)
+    text = overhead.describe(result)
     assert "plan_ratio 1.20 OVER 1.1" in text
     assert "call 35.5 µs, the library's 28.0" in text
-    slower = dataclasses.replace(found, kernel=Pair(ours=10.3, direct=10.0))
+    slower = dataclasses.replace(result, kernel=Pair(ours=10.3, direct=10.0))
     assert not slower.verdicts["kernel_ratio"][1]
 
 
@@ -249,9 +249,9 @@ def test_the_command_writes_what_it_found(vendor, short, monkeypatch, tmp_path, 
     assert "flashmla    serves no case here" in out
     assert "limits: host_us 8, plan_ratio 1.1, kernel_ratio 1.02" in out
     data = json.loads(path.read_text())
-    (found,) = data["found"]
-    assert (found["backend"], found["case"]) == ("fa3", SMALL.name)
-    assert found["verdicts"].keys() == {"host_us", "plan_ratio"}
+    (result,) = data["found"]
+    assert (result["backend"], result["case"]) == ("fa3", SMALL.name)
+    assert result["verdicts"].keys() == {"host_us", "plan_ratio"}
     assert data["versions"]["sglang-kernel"] == "0.4.5"
     assert data["limits"] == added.LIMITS
     assert data["command"].endswith("overhead " + " ".join(arguments))

@@ -21,19 +21,19 @@ def logprobs(*values, tokens=None):
 
 def test_logprobs_are_compared_up_to_where_the_tokens_part():
     one = logprobs(-1.0, -2.0, -3.0, -4.0)
-    found = difference(one, logprobs(-1.5, -2.0, -3.25, -40.0, tokens=[0, 1, 7, 3]))
-    assert found == {"mean": 0.25, "worst": 0.5, "compared": 3, "not_finite": 0}
+    result = difference(one, logprobs(-1.5, -2.0, -3.25, -40.0, tokens=[0, 1, 7, 3]))
+    assert result == {"mean": 0.25, "worst": 0.5, "compared": 3, "not_finite": 0}
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_numbers_that_are_not_finite_never_pass(value):
     one = logprobs(-1.0, -2.0, -3.0)
-    found = difference(one, logprobs(-1.0, value, -3.0))
-    assert found["not_finite"]
+    result = difference(one, logprobs(-1.0, value, -3.0))
+    assert result["not_finite"]
     late = difference(one, logprobs(-1.0, -2.0, value, tokens=[5, 1, 2]))
     assert late["not_finite"]  # behind the token where they part
     peer = {"mean": 1.0, "worst": 9.0, "not_finite": 0}
-    assert any("not finite" in text for text in judge("tp", found, peer, "x"))
+    assert any("not finite" in text for text in judge("tp", result, peer, "x"))
 
 
 def test_ours_may_differ_as_much_as_the_peer():
@@ -47,11 +47,11 @@ def test_ours_may_differ_as_much_as_the_peer():
 
 
 def test_an_engine_that_failed_is_named():
-    found = {(kind, b): logprobs(-1.0) for kind in (ONE, "tp") for b in (OURS, PEER)}
-    [row] = parallel.rows(found, ["tp"])
+    result = {(kind, b): logprobs(-1.0) for kind in (ONE, "tp") for b in (OURS, PEER)}
+    [row] = parallel.rows(result, ["tp"])
     assert row["wrong"] == []
     assert row["ours"]["compared"] == 1
-    [row] = parallel.rows(found | {("tp", OURS): "RuntimeError: no"}, ["tp"])
+    [row] = parallel.rows(result | {("tp", OURS): "RuntimeError: no"}, ["tp"])
     assert row["wrong"] == [f"tp {OURS}: RuntimeError: no"]
 
 
@@ -102,17 +102,17 @@ def test_no_engine_starts_without_seconds_left(tmp_path):
 
 
 def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
-    asked = []
+    requested = []
 
     def generate(input_ids, sampling_params, return_logprob, logprob_start_len):
-        asked.append((input_ids, logprob_start_len))
+        requested.append((input_ids, logprob_start_len))
         assert len(sampling_params) == len(return_logprob) == len(input_ids)
         meta = {"input_token_logprobs": [(None, 3), (-1.0, 4)], "output_token_logprobs": [(-2, 5)]}
         return [{"meta_info": meta} for _ in input_ids]
 
-    found = replay(generate, (1, 7), 100)
-    assert found["together"] == [[[4, -1.0], [5, -2]]] * 2
-    (prompts, starts), (alone, _), (longer, cached) = asked
+    result = replay(generate, (1, 7), 100)
+    assert result["together"] == [[[4, -1.0], [5, -2]]] * 2
+    (prompts, starts), (alone, _), (longer, cached) = requested
     assert [len(x) for x in prompts] == [1, 7]
     assert starts == [0, 0]
     assert len(alone) == 1
@@ -125,23 +125,23 @@ def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
 
 def test_vllm_is_asked_for_the_same_prompts():
     """Behind a prefix without their logprobs, for which vLLM reads no prefix cache."""
-    asked = []
+    requested = []
 
     def known(*pairs):
         return [{token: types.SimpleNamespace(logprob=x)} if x else None for token, x in pairs]
 
     def generate(ids, sampling, use_tqdm):
-        asked.append(([each["prompt_token_ids"] for each in ids], sampling["prompt_logprobs"]))
+        requested.append(([each["prompt_token_ids"] for each in ids], sampling["prompt_logprobs"]))
         answer = types.SimpleNamespace(token_ids=[5], logprobs=known((5, -2.0)))
         prompt = known((3, None), (4, -1.0)) if sampling["prompt_logprobs"] == 0 else None
         made = {"prompt_token_ids": [3, 4], "prompt_logprobs": prompt, "outputs": [answer]}
         return [types.SimpleNamespace(**made) for _ in ids]
 
-    found = replays.replay_vllm(generate, dict, (1, 7), 100)
-    assert found["together"] == [[[4, -1.0], [5, -2.0]]] * 2
-    assert found["again"] == [[[5, -2.0]]] * 2
-    assert [prompt for _, prompt in asked] == [0, 0, None]
-    assert [ids for ids, _ in asked] == [ids for _, ids in replays.prompts((1, 7), 100)]
+    result = replays.replay_vllm(generate, dict, (1, 7), 100)
+    assert result["together"] == [[[4, -1.0], [5, -2.0]]] * 2
+    assert result["again"] == [[[5, -2.0]]] * 2
+    assert [prompt for _, prompt in requested] == [0, 0, None]
+    assert [ids for ids, _ in requested] == [ids for _, ids in replays.prompts((1, 7), 100)]
 
 
 def test_vllm_is_compared_with_its_flash_attention():
@@ -161,9 +161,9 @@ def test_vllm_is_compared_with_its_flash_attention():
 
 def test_backends_that_differ_on_one_gpu_are_wrong():
     near, far = logprobs(-1.0), logprobs(-2.0)
-    found = {(kind, OURS): far for kind in ("one-vllm", "vllm-tp")}
-    found |= {(kind, "FLASH_ATTN"): near for kind in ("one-vllm", "vllm-tp")}
-    [row] = parallel.rows(found, ["vllm-tp"])
+    result = {(kind, OURS): far for kind in ("one-vllm", "vllm-tp")}
+    result |= {(kind, "FLASH_ATTN"): near for kind in ("one-vllm", "vllm-tp")}
+    [row] = parallel.rows(result, ["vllm-tp"])
     assert any("attn_core and FLASH_ATTN on one GPU: mean 1.0" in text for text in row["wrong"])
 
 

@@ -106,8 +106,8 @@ def test_an_alarm_at_any_instruction_is_a_time_out():
 
 
 def test_without_a_limit_any_thread_prepares():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(prepared("x", lambda: 1)))
+    result = []
+    thread = threading.Thread(target=lambda: result.append(prepared("x", lambda: 1)))
     thread.start()
     thread.join()
-    assert found == [1]
+    assert result == [1]

@@ -58,10 +58,10 @@ def test_a_pass_in_no_graph_takes_no_less_than_the_host():
 
 def test_a_choice_that_fails_here_misses_the_limits_and_stays_json():
     good = [shape({"a": 10, "b": 30}, {"a": 10, "b": 30}) for _ in range(60)]
-    found = summary(good)
-    assert found["met"]
-    assert found["automatic"]["worst"] == 0
-    assert found["rule"]["mean"] == pytest.approx(2.0)
+    result = summary(good)
+    assert result["met"]
+    assert result["automatic"]["worst"] == 0
+    assert result["rule"]["mean"] == pytest.approx(2.0)
     assert not summary(good[:59])["met"]  # too few
     assert not summary([*good, shape({"a": 10, "b": 9}, {"a": 10, "b": 9})])["met"]  # 11 % at worst
     failing = summary([*good, shape({"a": 10}, {"a": 10}, automatic="gone")])

@@ -142,7 +142,7 @@ def test_failures_and_wrong_results_are_recorded_and_never_best(ours):
         contestant("choosy", right, refuses=lambda case: "page_size 3 (takes 4)"),
     ]
     lines = []
-    (found,) = measure_all(
+    (result,) = measure_all(
         CASES[:1],
         ours,
         lambda case: peers,
@@ -151,16 +151,16 @@ def test_failures_and_wrong_results_are_recorded_and_never_best(ours):
         ceilings=CEILINGS,
         say=lines.append,
     )
-    by_name = {e.name: e for e in found.peers}
+    by_name = {e.name: e for e in result.peers}
     assert by_name["wrong"].wrong
     assert by_name["wrong"].us == 20
     assert by_name["broken"].error == "ValueError: no kernel for this"
     assert by_name["late"].error == "RuntimeError: launch failed"
     assert by_name["unwritten"].wrong
     assert by_name["choosy"].error == "refuses page_size 3 (takes 4)"
-    assert found.best_peer.name == "right"
-    assert found.ratio == 1.0
-    assert found.floor_us == pytest.approx(CASES[0].bytes / 100 / 1e3)
+    assert result.best_peer.name == "right"
+    assert result.ratio == 1.0
+    assert result.floor_us == pytest.approx(CASES[0].bytes / 100 / 1e3)
     assert any("WRONG" in line for line in lines)
     assert "ours / best peer (right): 1.000" in lines[-1]
 
@@ -178,7 +178,7 @@ def test_every_peer_is_timed_however_long_the_others_take(ours, monkeypatch):
     hours = itertools.count(step=3600.0)
     for clock in ("monotonic", "perf_counter"):
         monkeypatch.setattr(time, clock, lambda: next(hours))
-    (found,) = measure_all(
+    (result,) = measure_all(
         CASES[:1],
         ours,
         lambda case: [contestant("slow", ours.prepare), contestant("last", ours.prepare)],
@@ -187,14 +187,14 @@ def test_every_peer_is_timed_however_long_the_others_take(ours, monkeypatch):
         ceilings=CEILINGS,
         say=lambda line: None,
     )
-    assert [e.us for e in found.peers] == [20, 20]
-    assert found.untimed == ()
-    assert found.ratio == 1.0
+    assert [e.us for e in result.peers] == [20, 20]
+    assert result.untimed == ()
+    assert result.ratio == 1.0
 
 
 def test_timing_arithmetic():
-    found = Timing.of([float(x) for x in range(1, 12)])
-    assert (found.us, found.p20, found.p80, found.reps) == (6, 3, 9, 11)
+    result = Timing.of([float(x) for x in range(1, 12)])
+    assert (result.us, result.p20, result.p80, result.reps) == (6, 3, 9, 11)
     assert Timing.of([4.0]) == Timing(us=4.0, p20=4.0, p80=4.0, reps=1)
     assert [repetitions(ms) for ms in (0.0, 0.012, 4.0, 1000.0)] == [30, 30, 15, 5]
     ceilings = Ceilings(copy_gbs=4000, matmul_tflops=800)
@@ -204,9 +204,9 @@ def test_timing_arithmetic():
 
 def test_the_wall_timer_and_ceilings_measure_this_machine():
     calls = []
-    found = WallTimer().measure(lambda: calls.append(sum(range(20000))))
-    assert len(calls) == found.reps + 2
-    assert 0 < found.p20 <= found.us <= found.p80
+    result = WallTimer().measure(lambda: calls.append(sum(range(20000))))
+    assert len(calls) == result.reps + 2
+    assert 0 < result.p20 <= result.us <= result.p80
     small = measure_ceilings(WallTimer(), CPU)
     assert small.copy_gbs > 0
     assert small.matmul_tflops > 0
@@ -253,9 +253,9 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_gap(monkeypatch):
     timer = timing.CudaTimer(CPU)
     for host_us, flushes in ((20, 1), (200, 5)):
         flushed.clear()
-        found = timer.measure(lambda host_us=host_us: clock.queue(host_us * 1e-6, 12e-6))
-        assert found.us == pytest.approx(12), "the launch gap is in the figure"
-        assert found.reps == 30
+        result = timer.measure(lambda host_us=host_us: clock.queue(host_us * 1e-6, 12e-6))
+        assert result.us == pytest.approx(12), "the launch gap is in the figure"
+        assert result.reps == 30
         assert flushed == [2 << 20] * 30 * flushes
 
 
@@ -302,8 +302,8 @@ def test_parts_of_a_run_write_one_record(tmp_path, monkeypatch):
     joined = load(path)
     assert [m.name for m in joined.cases] == [c.name for c in CASES[:3]]
     assert all(m.ours.counts for m in joined.cases)
-    whole = "python -m benchmarks.attention --device cpu --phase decode --peers none"
-    assert joined.command == whole
+    full = "python -m benchmarks.attention --device cpu --phase decode --peers none"
+    assert joined.command == full
     # another run's file is replaced
     other = dataclasses.replace(joined, versions={"commit": "another"})
     other.save(path)
@@ -317,24 +317,24 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     path = tmp_path / "out.json"
     run = ["--device", "cpu", "--phase", "decode", "--peers", "none", "--out", str(path)]
     assert attention.main(run) == 0
-    whole = load(path)
-    earlier = {**whole.versions, "commit": "a1b2c3"}
+    full = load(path)
+    earlier = {**full.versions, "commit": "a1b2c3"}
     kept = [
         dataclasses.replace(m, ours=dataclasses.replace(m.ours, p20=9.0, p80=x))
-        for m, x in zip(whole.cases[1:], (9.5, 20.0), strict=True)
+        for m, x in zip(full.cases[1:], (9.5, 20.0), strict=True)
     ]  # the second was disturbed
-    part = dataclasses.replace(whole, cases=tuple(kept), versions=earlier)
+    part = dataclasses.replace(full, cases=tuple(kept), versions=earlier)
     part.save(path)
     assert attention.main([*run, "--resume"]) == 0
-    found = load(path)
-    assert [m.name for m in found.cases] == [c.name for c in CASES[:3]]
-    assert found.cases[1] == kept[0], "not timed again"
-    assert found.cases[2] != kept[1]
-    assert found.notes == (*whole.notes, "1 cases were timed at commit a1b2c3")
-    assert found.command == whole.command
+    result = load(path)
+    assert [m.name for m in result.cases] == [c.name for c in CASES[:3]]
+    assert result.cases[1] == kept[0], "not timed again"
+    assert result.cases[2] != kept[1]
+    assert result.notes == (*full.notes, "1 cases were timed at commit a1b2c3")
+    assert result.command == full.command
     capsys.readouterr()
     dataclasses.replace(
-        found, cases=tuple(dataclasses.replace(m, ours=kept[0].ours) for m in found.cases)
+        result, cases=tuple(dataclasses.replace(m, ours=kept[0].ours) for m in result.cases)
     ).save(path)
     assert attention.main([*run, "--resume"]) == 0
     assert "has all cases" in capsys.readouterr().out
@@ -379,9 +379,9 @@ def test_mistakes_are_said_before_anything_is_measured(arguments, message):
 
 def test_the_grid_asks_every_peer_of_a_phase():
     for case in grid():
-        asked = attention.peers_of(case, PEERS)
-        assert asked == [p for p in PEERS if case.phase in p.phases]
-        assert any(not p.refuses(case) for p in asked), case.name
+        requested = attention.peers_of(case, PEERS)
+        assert requested == [p for p in PEERS if case.phase in p.phases]
+        assert any(not p.refuses(case) for p in requested), case.name
 
 
 @pytest.mark.parametrize(
@@ -395,5 +395,5 @@ def test_a_part_of_a_run_is_no_record(part, tmp_path):
             attention.target(args, "NVIDIA H200")
     args = attention.parse(["--phase", "decode", part, "--out", str(tmp_path / "x.json")])
     assert attention.target(args, "NVIDIA H200") == tmp_path / "x.json"
-    whole = attention.parse(["--phase", "decode"])
-    assert attention.target(whole, "NVIDIA H200") == default_path("NVIDIA H200", "decode")
+    full = attention.parse(["--phase", "decode"])
+    assert attention.target(full, "NVIDIA H200") == default_path("NVIDIA H200", "decode")

@@ -68,5 +68,5 @@ def test_what_shares_is_checked(monkeypatch):
     monkeypatch.setattr(shared_cost, "calls_of", calls_of)
     case = cases_of("B16 L1024 H28/4 D128 p64")[0]
     inputs = SimpleNamespace(case=case, error=float)
-    found = shared_cost.measured(inputs, clock, torch.device("cpu"))
-    assert (found.rel_err, found.wrong, found.within) == (1.0, True, False)
+    result = shared_cost.measured(inputs, clock, torch.device("cpu"))
+    assert (result.rel_err, result.wrong, result.within) == (1.0, True, False)

@@ -94,13 +94,13 @@ def test_chains_are_named_with_triton_and_with_the_fastest_of_ours(folder: pathl
     times = {"triton_us": 130.0, "ours": "nsa", "ours_us": 112.0, "peer": "all", "peer_us": 100.0}
     parts = {"score": times, "chain bf16": times, "chain fp8_e4m3": times | {"ours_us": 105.0}}
     cases = [{"name": "decode 1x1 of 9", "parts": parts}]
-    found = rows(shortfalls_section(written(folder, "sparse.g.json", cases=cases)))
-    assert [row.split(" | ")[0] for row in found] == [
+    result = rows(shortfalls_section(written(folder, "sparse.g.json", cases=cases)))
+    assert [row.split(" | ")[0] for row in result] == [
         "| triton: decode 1x1 of 9, chain fp8_e4m3",
         "| triton: decode 1x1 of 9, chain bf16",
         "| nsa: decode 1x1 of 9, chain bf16",
     ]
-    assert "| 112 | 100 (all) | 1.120 | 1.1 |" in found[2]
+    assert "| 112 | 100 (all) | 1.120 | 1.1 |" in result[2]
 
 
 def test_dual_chunk_attention_beside_plain_attention(folder: pathlib.Path) -> None:
@@ -110,9 +110,9 @@ def test_dual_chunk_attention_beside_plain_attention(folder: pathlib.Path) -> No
         {"name": "dual_chunk_flash_attn", "us": 106.0, "ratio": 1.06},
     ]
     cases = [{"name": "decode B1 L9", "entries": entries}]
-    found = rows(shortfalls_section(written(folder, "dual_chunk.g.json", cases=cases)))
-    assert len(found) == 1
-    assert "dual_chunk_flash_attn: decode B1 L9 | 106 | 100 (fa3) | 1.060 | 1.05 |" in found[0]
+    result = rows(shortfalls_section(written(folder, "dual_chunk.g.json", cases=cases)))
+    assert len(result) == 1
+    assert "dual_chunk_flash_attn: decode B1 L9 | 106 | 100 (fa3) | 1.060 | 1.05 |" in result[0]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_both_calls_of_a_sparse_layer_count_together_and_no_plan(folder: pathlib
     calls += [{"name": "fa3 mla y", "us": 50.0}, {"name": "triton decode", "us": 30.0}]
     calls += [{"name": "gdn decode", "us": 31.0}, {"name": "kda decode", "us": 29.0}]
     files = written(folder, "layer_calls.g.json", calls=calls, limit_us=30.0)
-    found = rows(shortfalls_section(files))
-    assert [row.split(" | ")[:2] for row in found] == [
+    result = rows(shortfalls_section(files))
+    assert [row.split(" | ")[:2] for row in result] == [
         ["| host, dsa x: index_topk and attend", "35.0"],
         ["| host, gdn decode", "31.0"],
     ]

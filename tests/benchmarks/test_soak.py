@@ -105,13 +105,13 @@ def test_a_soak_passes_or_says_what_is_wrong():
 
 @pytest.mark.parametrize("ours", [{"mean": 0.02, "worst": 0.1}, {"mean": 0.001, "worst": 0.4}])
 def test_worse_tokens_than_the_reference_s_own_are_wrong(ours):
-    found = passing()
-    found["regret"]["ours"] = ours
-    assert len(soak.judge(found)) == 1
-    found["regret"]["reference"] = {"mean": 0.01, "worst": 0.2}  # as unsure itself
-    assert soak.judge(found) == []
-    found["regret"]["ours"] = soak.summary([float("nan")])
-    assert len(soak.judge(found)) == 2
+    result = passing()
+    result["regret"]["ours"] = ours
+    assert len(soak.judge(result)) == 1
+    result["regret"]["reference"] = {"mean": 0.01, "worst": 0.2}  # as unsure itself
+    assert soak.judge(result) == []
+    result["regret"]["ours"] = soak.summary([float("nan")])
+    assert len(soak.judge(result)) == 2
 
 
 def test_weights_depend_on_the_seed_alone(tmp_path):

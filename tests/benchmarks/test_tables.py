@@ -101,9 +101,9 @@ def test_a_case_with_an_untimed_peer_has_no_ratio(tmp_path):
 
 def test_a_peer_that_refuses_or_fails_takes_no_ratio_away():
     others = (entry("fa4", error="refuses page_size 1"), entry("y", error="ValueError: no kernel"))
-    found = case("B1", "decode", entry("triton", 90.0), FA3, *others)
-    assert found.untimed == ()
-    assert found.ratio == 0.9
+    result = case("B1", "decode", entry("triton", 90.0), FA3, *others)
+    assert result.untimed == ()
+    assert result.ratio == 0.9
 
 
 def test_recorded_ratios_are_those_of_the_recorded_figures():

@@ -61,9 +61,9 @@ def settings(tmp_path, **more):
 
 def run(tmp_path, backends, rounds=2, names=("tp2",), **more):
     paths = {name: tmp_path / f"{name}.json" for name in names}
-    given = dataclasses.replace(settings(tmp_path), **more)
+    kwargs = dataclasses.replace(settings(tmp_path), **more)
     command = [sys.executable, "-c", SERVER]
-    together.run(paths, backends, rounds, command, given, 80.0)
+    together.run(paths, backends, rounds, command, kwargs, 80.0)
     return {
         (r["backend"], r["round"]): r.get("error", r.get("ms"))
         for r in record.load(paths[names[0]]).get("rows", [])
@@ -93,8 +93,8 @@ def test_servers_start_together_as_far_as_the_memory_allows():
 
 
 def test_one_server_runs_at_a_time_and_its_children_stand_still_meanwhile(tmp_path, capsys):
-    found = run(tmp_path, [OURS, "fa3"])
-    assert found == {(b, n): 1.0 for b in (OURS, "fa3") for n in (1, 2)}
+    result = run(tmp_path, [OURS, "fa3"])
+    assert result == {(b, n): 1.0 for b in (OURS, "fa3") for n in (1, 2)}
     assert "2 servers together" in capsys.readouterr().out
     lines = (tmp_path / "tp2.json.turns").read_text().splitlines()
     made = [json.loads(line) for line in lines]
@@ -109,14 +109,14 @@ def test_one_server_runs_at_a_time_and_its_children_stand_still_meanwhile(tmp_pa
         assert [t for t in ticks[backend] if start < t < end]
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in left
-    assert run(tmp_path, [OURS, "fa3"]) == found
+    assert run(tmp_path, [OURS, "fa3"]) == result
     assert "recorded" in capsys.readouterr().out
     assert (tmp_path / "tp2.json.turns").read_text().splitlines() == lines
 
 
 def test_a_server_that_fails_leaves_an_error_and_the_others_their_times(tmp_path):
-    found = run(tmp_path, [OURS, "dies", "dies in round 2"])
-    assert found == {
+    result = run(tmp_path, [OURS, "dies", "dies in round 2"])
+    assert result == {
         (OURS, 1): 1.0,
         (OURS, 2): 1.0,
         ("dies", 1): "RuntimeError: no memory",
@@ -126,8 +126,8 @@ def test_a_server_that_fails_leaves_an_error_and_the_others_their_times(tmp_path
 
 
 def test_a_server_that_hangs_is_killed_and_one_without_time_is_not_recorded(tmp_path, capsys):
-    found = run(tmp_path, ["hangs"], rounds=1, limit_s=4.0)
-    assert found["hangs", 1].startswith("killed after 4 s")
+    result = run(tmp_path, ["hangs"], rounds=1, limit_s=4.0)
+    assert result["hangs", 1].startswith("killed after 4 s")
     (tmp_path / "more").mkdir()
     end = time.monotonic() + 2
     assert run(tmp_path / "more", ["hangs"], rounds=1, end=end) == {}
@@ -137,8 +137,8 @@ def test_a_server_that_hangs_is_killed_and_one_without_time_is_not_recorded(tmp_
 
 def test_servers_that_do_not_fit_run_one_after_the_other_and_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(together, "gigabytes", lambda _: 50.0)
-    found = run(tmp_path, [OURS, "fa3"], rounds=1)
-    assert found == {(OURS, 1): 1.0, ("fa3", 1): 1.0}
+    result = run(tmp_path, [OURS, "fa3"], rounds=1)
+    assert result == {(OURS, 1): 1.0, ("fa3", 1): 1.0}
     said = capsys.readouterr().out
     assert "2 servers of 50 GB do not fit into 92% of 80 GB" in said
     assert said.count("1 servers together") == 2
@@ -163,20 +163,20 @@ def test_the_memory_of_a_server_follows_from_its_cases(tmp_path):
     tokens = 64 * (2080 + 580)
     assert pool_bytes(drafted) == tokens * token * 3 // 2 + (8 + 8) * 64 * state
     (tmp_path / "hybrid").mkdir()
-    asked = sglang_engine.arguments(hybrid, "fa3", tmp_path / "hybrid", 0)
-    assert asked["max_mamba_cache_size"] == 8 * 64
+    requested = sglang_engine.arguments(hybrid, "fa3", tmp_path / "hybrid", 0)
+    assert requested["max_mamba_cache_size"] == 8 * 64
     (tmp_path / "alone").mkdir()
     assert "max_mamba_cache_size" not in sglang_engine.arguments(hybrid, OURS, tmp_path / "alone")
     shared = named("shared-prefix", ["decode 64x8704 shared 64x8192"])
     asked_once = dataclasses.replace(CONFIGURATIONS["shared-prefix"], cases=(*shared,))
     assert pool_tokens(asked_once) == 8192 + 64 * (512 + 580)
-    found = sglang_engine.arguments(dp2, "fa3", tmp_path, 3)
-    assert found["max_total_tokens"] == pool_tokens(dp2)
-    assert found["nccl_port"] > found["port"] > sglang_engine.ports(2)["nccl_port"]
+    result = sglang_engine.arguments(dp2, "fa3", tmp_path, 3)
+    assert result["max_total_tokens"] == pool_tokens(dp2)
+    assert result["nccl_port"] > result["port"] > sglang_engine.ports(2)["nccl_port"]
     (tmp_path / "vllm").mkdir()
     vllm = CONFIGURATIONS["vllm-tp2"]
-    asked = vllm_engine.arguments(vllm, OURS, tmp_path / "vllm", 0)
-    assert asked["kv_cache_memory_bytes"] == pool_bytes(vllm)
+    requested = vllm_engine.arguments(vllm, OURS, tmp_path / "vllm", 0)
+    assert requested["kv_cache_memory_bytes"] == pool_bytes(vllm)
 
 
 @pytest.mark.parametrize(

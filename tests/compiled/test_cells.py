@@ -35,15 +35,15 @@ CHIPS = [
 
 def cells(chip, launches, kind):
     """Return the cells of the sites that some row declares."""
-    found = set()
+    result = set()
     for site in launches.values():
         if getattr(site, "kind", None) == kind:
             try:
                 site.row(chip)
             except (NotDeclared, UnsupportedError):
                 continue
-            found |= site.cells
-    return found
+            result |= site.cells
+    return result
 
 
 @pytest.mark.parametrize("kind", CELLS)

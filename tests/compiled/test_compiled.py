@@ -98,13 +98,13 @@ def test_hot_launches(arch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_launch(arch, evidence):
-    found = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
-    evidence(launch_sites.chip(arch), found)
+    result = judged(arch, "hot", hot=True) + judged(arch, "more", hot=False)
+    evidence(launch_sites.chip(arch), result)
     linear = judged(arch, "linear", hot=True)
     evidence(launch_sites.chip(arch, "linear"), linear)
-    found += linear
-    assert len(found) == len(launch_sites.SITES) - 1  # without "greedy"
-    assert [fault for site in found for fault in site["faults"]] == []
+    result += linear
+    assert len(result) == len(launch_sites.SITES) - 1  # without "greedy"
+    assert [fault for site in result for fault in site["faults"]] == []
 
 
 @pytest.mark.long
@@ -185,9 +185,9 @@ def test_hot_launches_of_linear_attention(arch):
 @pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
 def test_too_much_is_seen(arch):
     [site] = build(arch, "greedy")
-    found = " ".join(faults(arch, site, hot=True))
-    assert "bytes of shared memory" in found
-    assert "spills" in found
+    result = " ".join(faults(arch, site, hot=True))
+    assert "bytes of shared memory" in result
+    assert "spills" in result
 
 
 def test_what_a_product_still_reads_is_not_written():
@@ -196,8 +196,8 @@ def test_what_a_product_still_reads_is_not_written():
     command = [sys.executable, BUILD.parent / "overwriting_kernel.py", "scratch", "buffer", "kept"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {place: len(x) for place, x in found.items()} == {"scratch": 1, "buffer": 1, "kept": 0}
+    result = json.loads(done.stdout)
+    assert {place: len(x) for place, x in result.items()} == {"scratch": 1, "buffer": 1, "kept": 0}
 
 
 def test_what_no_row_declares_is_left_out():

@@ -21,9 +21,9 @@ def compiled(monkeypatch, tmp_path):
     module = importlib.import_module("wave_lang.kernel.wave.compile")
     real = module.WaveCompileOptions
 
-    def options(**given):
+    def options(**kwargs):
         file = tmp_path / f"{len([*tmp_path.iterdir()])}.vmfb"
-        return real(**given | {"wave_runtime": False, "create_vmfb_file": str(file)})
+        return real(**kwargs | {"wave_runtime": False, "create_vmfb_file": str(file)})
 
     monkeypatch.setattr(module, "WaveCompileOptions", options)
     for cached in (kernels.decode_kernels, kernels.extend_kernel):

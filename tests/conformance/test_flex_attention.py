@@ -114,12 +114,12 @@ class World:
             q = self.randn(total, HEADS, 3 * DIM)[..., :DIM] if strided else self.randn(
                 total, HEADS, DIM)  # fmt: skip
             out = torch.full((total, HEADS, DIM), torch.nan)
-            got = run(q, k, v, layer, cache, batch, metadata, out=out)
-            assert got is out
+            actual = run(q, k, v, layer, cache, batch, metadata, out=out)
+            assert actual is out
             at = 0
             for i, n in enumerate(news):
                 want = self.answer(layer, cache, slots[i], self.lens[rows[i]], q[at : at + n])
-                torch.testing.assert_close(got[at : at + n], want, atol=3e-6, rtol=2e-5)
+                torch.testing.assert_close(actual[at : at + n], want, atol=3e-6, rtol=2e-5)
                 at += n
 
     @staticmethod
@@ -192,7 +192,7 @@ def test_heads_that_a_gpu_does_not_take_are_padded(monkeypatch):
         ForwardMode.EXTEND, query_lens=[9], seq_lens=[9], page_size=PAGE,
         page_table=torch.tensor([[1]], dtype=torch.int32),
     )  # fmt: skip
-    got = []
+    actual = []
     for least in (1, 16):
         monkeypatch.setattr(module, "_CPU_DIM", least)
         backend = create((small,))
@@ -201,8 +201,8 @@ def test_heads_that_a_gpu_does_not_take_are_padded(monkeypatch):
             store.zero_()
         write_kv(pool.layer(0), k, v, batch.views["full"].out_cache_loc)
         plan = backend.init_forward_metadata(batch)
-        got.append(backend.forward(q, k, v, small, pool.layer(0), batch, plan))
-    torch.testing.assert_close(*got, atol=1e-6, rtol=1e-5)
+        actual.append(backend.forward(q, k, v, small, pool.layer(0), batch, plan))
+    torch.testing.assert_close(*actual, atol=1e-6, rtol=1e-5)
 
 
 def test_a_model_that_registers_its_outputs_compiles_nothing():

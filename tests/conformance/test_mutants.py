@@ -120,10 +120,10 @@ def test_there_are_enough_faults():
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.__name__)
 def test_a_fault_is_killed(mutant, anew):
     """Where checks change on purpose, --anew writes killers.txt anew, for speed alone."""
-    found = killed(mutant, first=None if anew else killers().get(mutant.__name__))
-    assert found is not None
+    result = killed(mutant, first=None if anew else killers().get(mutant.__name__))
+    assert result is not None
     if anew:
-        write_down(mutant, found[0])
+        write_down(mutant, result[0])
 
 
 def test_pages_behind_a_window_are_poison_at_every_page_size():
@@ -179,7 +179,7 @@ def passes(chosen, spec):
     outcomes = run_all(chosen, spec, CPU)
     assert [o.detail for o in outcomes if o.status == "failed"] == []
     cells = report(outcomes, spec, HERE, {})
-    assert [r.problem for found in cells.values() for r in found.values() if r.problem] == []
+    assert [r.problem for result in cells.values() for r in result.values() if r.problem] == []
 
 
 @pytest.mark.parametrize(

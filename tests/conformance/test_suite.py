@@ -80,10 +80,10 @@ def test_a_row_is_asked_with_its_own_shapes_and_pages():
     row = replace(ROW, head_dim_pairs=frozenset(), dtypes={"bf16"}, **changes)
     spec = replace(spec_of(), capabilities=[row])
     planned = plan(spec, HERE, {}, kinds=("mha",))
-    asked = [p for p in planned if p.row is not None]
-    layers = {layer for p in asked for layer in p.check.needs.layers}
+    requested = [p for p in planned if p.row is not None]
+    layers = {layer for p in requested for layer in p.check.needs.layers}
     assert {(x.num_q_heads, x.num_kv_heads, x.head_dim) for x in layers} == {(32, 4, 128)}
-    assert {p.check.needs.page_size for p in asked} - {None} == {32, 64}
+    assert {p.check.needs.page_size for p in requested} - {None} == {32, 64}
     skipped = {p.check.feature for p in planned if p.row is None}
     chunks = {"dual-chunk-borders-in-blocks", "dual-chunk-borders-in-blocks-decode"}  # of 48 tokens
     others = ("vision", "dual-chunk-sparse", "shared-prefix")
@@ -139,13 +139,13 @@ def test_the_budget_has_an_edge(share, passes):
     truth = torch.linspace(-1, 1, 11, dtype=torch.float64)
     near = truth + 1e-2
     allowed = 2 * 1e-2 + 2 * torch.finfo(torch.float32).eps
-    got = truth.clone()
-    got[3] += share * allowed
+    actual = truth.clone()
+    actual[3] += share * allowed
     if passes:
-        assert within_budget("x", got, truth, near, torch.float32).ratio == pytest.approx(share)
+        assert within_budget("x", actual, truth, near, torch.float32).ratio == pytest.approx(share)
     else:
         with pytest.raises(CheckFailed, match="x: largest error"):
-            within_budget("x", got, truth, near, torch.float32)
+            within_budget("x", actual, truth, near, torch.float32)
 
 
 def test_a_small_error_everywhere_is_over_budget():
@@ -170,12 +170,12 @@ def test_the_lse_of_rounded_probabilities_is_within_the_budget(dtype, size, shar
     top = logits.amax(-1, keepdim=True) + 0.1  # a maximum that only some blocks met
     for scale in (1.0, share):
         p = ((logits - top).exp() * scale).to(dtype).double()
-        got = p.sum(-1).log() + top[:, 0]
+        actual = p.sum(-1).log() + top[:, 0]
         if scale == 1.0:
-            within_budget("LSE", got, right, near, torch.float32)
+            within_budget("LSE", actual, right, near, torch.float32)
         else:
             with pytest.raises(CheckFailed, match="LSE: "):
-                within_budget("LSE", got, right, near, torch.float32)
+                within_budget("LSE", actual, right, near, torch.float32)
 
 
 def test_cases_say_what_they_prove():
@@ -193,10 +193,10 @@ def bench_of(create, row=ROW):
 
 def test_a_renamed_tree_is_the_same_tree():
     assert renamed(CHAIN, 1) != CHAIN
-    want, got = (tree_mask(t) for t in (FOREST, renamed(FOREST, 3)))
-    assert not torch.equal(got, got.tril()), "a child before its parent"
-    assert sorted(want.sum(1).tolist()) == sorted(got.sum(1).tolist())
-    assert sorted(want.sum(0).tolist()) == sorted(got.sum(0).tolist())
+    want, actual = (tree_mask(t) for t in (FOREST, renamed(FOREST, 3)))
+    assert not torch.equal(actual, actual.tril()), "a child before its parent"
+    assert sorted(want.sum(1).tolist()) == sorted(actual.sum(1).tolist())
+    assert sorted(want.sum(0).tolist()) == sorted(actual.sum(0).tolist())
 
 
 @pytest.mark.parametrize("how", ["fused", "apart", "heads-first", "values-apart"])
@@ -235,8 +235,8 @@ def test_a_fused_backend_leaves_what_the_engine_has_written():
     view = replace(inputs.batch.views["full"], out_cache_loc=None)
     batch = replace(inputs.batch, views={"full": view})
     written = replace(inputs, cache=inputs.after, k=inputs.k * 0, v=inputs.v * 0)
-    got = attend(create(bench, case, inputs, point), written, batch=batch)
-    compare(got, right, inputs.real_tokens, torch.bfloat16, "output")
+    actual = attend(create(bench, case, inputs, point), written, batch=batch)
+    compare(actual, right, inputs.real_tokens, torch.bfloat16, "output")
 
 
 def test_what_no_memory_is_there_for_is_skipped_with_its_reason():

@@ -197,8 +197,8 @@ def test_where_the_pages_lie_changes_no_bit(name):
     inputs, _ = prepared(bench, case, POINT)
     backend = create(bench, case, inputs, POINT)
     passes = (inputs, with_pages_moved(inputs, POINT))
-    want, got = (attend(backend, x, return_lse=True) for x in passes)
-    for a, b in zip(want, got, strict=True):
+    want, actual = (attend(backend, x, return_lse=True) for x in passes)
+    for a, b in zip(want, actual, strict=True):
         assert torch.equal(a[: inputs.real_tokens], b[: inputs.real_tokens])
 
 
@@ -234,8 +234,8 @@ def test_other_layouts_of_the_pool_are_read_alike(layout):
     else:  # K and V of a page beside each other
         both = torch.stack([k, v], 1)
         cache = dataclasses.replace(inputs.cache, k=both[:, 0], v=both[:, 1])
-    got = attend(backend, inputs, cache=cache, return_lse=True)
-    for a, b in zip(want, got, strict=True):
+    actual = attend(backend, inputs, cache=cache, return_lse=True)
+    for a, b in zip(want, actual, strict=True):
         assert torch.equal(a, b)
 
 

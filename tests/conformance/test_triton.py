@@ -54,14 +54,14 @@ def interpreted():
     device, libraries = parse_device("cuda:sm90"), {"triton": "3.4"}
     planned = plan(SPEC, device, libraries, passes=12)
     rows = [p for p in planned if p.row is not None and p.check.feature != "threads"]
-    asked = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
+    requested = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
     shown = [
         {*pairs(factors(p.check) | {"fixed": p.check.needs.deterministic})}
         | {(p.kind, p.check.feature)}
-        for p in asked
+        for p in requested
     ]
     chosen = set(covering(shown))
-    for i, planned in enumerate(asked):
+    for i, planned in enumerate(requested):
         mode = "-fixed" if planned.check.needs.deterministic else ""
         short = i in chosen and not planned.check.feature.endswith("-many")  # a launch a request
         short = short and not (mode and planned.kind == "dsa")  # four kernels a pass, seconds each

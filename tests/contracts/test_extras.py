@@ -28,9 +28,9 @@ def extras(package):
 
 
 def test_an_nvidia_extra_holds_the_version_that_was_proved():
-    found = list(extras("attn-nvidia"))
-    assert {r.name for _, r in found} <= set(PROVED)
-    for name, wanted in found:
+    result = list(extras("attn-nvidia"))
+    assert {r.name for _, r in result} <= set(PROVED)
+    for name, wanted in result:
         assert wanted.specifier.contains(PROVED[wanted.name], prereleases=True), name
         assert {s.operator for s in wanted.specifier} & BOUNDS, f"{name} has no upper bound"
 
@@ -68,9 +68,9 @@ def test_an_index_shows_where_a_package_comes_from(package):
 
 def test_cores_extras_are_extras_of_the_vendors_packages():
     """Where a package lacks an extra, pip installs it without a word more than a warning."""
-    found = {name: r for name, r in extras("attn-core") if r.name.startswith("attn-")}
-    assert {"nvidia", "rocm", "ascend", "ascend-npu", "intel", "intel-xpu"} == set(found)
-    for name, wanted in found.items():
+    result = {name: r for name, r in extras("attn-core") if r.name.startswith("attn-")}
+    assert {"nvidia", "rocm", "ascend", "ascend-npu", "intel", "intel-xpu"} == set(result)
+    for name, wanted in result.items():
         assert wanted.extras <= set(project(wanted.name)["optional-dependencies"]), name
 
 

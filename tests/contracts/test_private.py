@@ -22,13 +22,13 @@ pytestmark = pytest.mark.skipif(not folders(), reason=MISSING)
 @functools.cache
 def held() -> set[str]:
     """Return the attributes that the classes of FlashInfer's wrappers give themselves."""
-    found = set()
+    result = set()
     for name in ("flashinfer.decode", "flashinfer.prefill", "flashinfer.mla._core"):
         tree = ast.parse(WHEELS.module(name).path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return found
+                result.add(node.attr)
+    return result
 
 
 PRIVATE = {a: p for a, p in reached(OURS).items() if a.startswith("_") and not a.startswith("__")}
@@ -42,8 +42,8 @@ def test_a_private_attribute_is_the_librarys(name: str) -> None:
 def native(file: str, function: str) -> list[str]:
     """Return the parameter names of a C++ function that FlashInfer compiles."""
     folder = WHEELS.module("flashinfer").path.parent / "data" / "csrc"
-    (found,) = re.findall(rf"\b{function}\(([^)]*)\)\s*{{", (folder / file).read_text())
-    return [p.partition("=")[0].split()[-1] for p in found.split(",")]
+    (result,) = re.findall(rf"\b{function}\(([^)]*)\)\s*{{", (folder / file).read_text())
+    return [p.partition("=")[0].split()[-1] for p in result.split(",")]
 
 
 PLANS = [

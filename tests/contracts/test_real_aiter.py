@@ -29,9 +29,9 @@ LIBRARIES = {"amd-aiter": pinned()["amd-aiter"]}
 
 def module(name: str, **names: object) -> types.ModuleType:
     """Put a module of some names into sys.modules."""
-    found = sys.modules[name] = types.ModuleType(name)
-    found.__dict__.update(names)
-    return found
+    result = sys.modules[name] = types.ModuleType(name)
+    result.__dict__.update(names)
+    return result
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def checks(create: str, wanted: str) -> list[PlannedCheck]:
     """List one check of each feature that a class has the rows for; wanted: a part of its name."""
-    found: dict[str, PlannedCheck] = {}
+    result: dict[str, PlannedCheck] = {}
     spec = load_plugins().get("aiter")
     for p in plan(spec, MI300, LIBRARIES, kinds=("mha",), passes=8):
         if p.row is not None and p.row.create == create and wanted in p.check.feature:
-            found.setdefault(p.check.feature, p)
-    assert found
-    return [*found.values()]
+            result.setdefault(p.check.feature, p)
+    assert result
+    return [*result.values()]
 
 
 def run(checks: list[PlannedCheck]) -> None:

@@ -173,12 +173,12 @@ def over(leaves: Leaves, doctored: dict[str, str] | None = None) -> Iterator[dic
 
 def checks(name: str, libraries: dict[str, str], device: Device = HOPPER) -> list[PlannedCheck]:
     """List one check of each feature that a row declares with these libraries."""
-    found: dict[tuple[str, str], PlannedCheck] = {}
+    result: dict[tuple[str, str], PlannedCheck] = {}
     for p in plan(load_plugins().get(name), device, libraries, reduced=True, passes=8):
         # far pages ask for an accelerator's memory: that skips a test, and what it still has to do
         if p.row is not None and not p.check.id.startswith("far-"):
-            found.setdefault((p.kind, p.check.feature), p)
-    return [*found.values()]
+            result.setdefault((p.kind, p.check.feature), p)
+    return [*result.values()]
 
 
 def run(name: str, checks: list[PlannedCheck], device: Device = HOPPER) -> None:
@@ -220,11 +220,13 @@ def test_nsa_calls_its_libraries_as_they_want(
     wheels: None, monkeypatch: pytest.MonkeyPatch, distribution: str, op: str
 ) -> None:
     """fa3 is sglang-kernel's in both; flashmla_sparse is what is found first."""
-    found = SGL | {distribution: pinned()[distribution]}
-    monkeypatch.setattr("attn_core.plugins.dependencies.installed", lambda groups: found)
-    asked = checks("nsa", found | {"triton": "3.4"})
+    result = SGL | {distribution: pinned()[distribution]}
+    monkeypatch.setattr("attn_core.plugins.dependencies.installed", lambda groups: result)
+    requested = checks("nsa", result | {"triton": "3.4"})
     with over(leaves_of("nsa")) as calls:
-        run("nsa", [c for c in asked if not c.check.alone])  # those are for an accelerator's memory
+        run(
+            "nsa", [c for c in requested if not c.check.alone]
+        )  # those are for an accelerator's memory
     for kernel in ("sparse_prefill_fwd", "sparse_decode_fwd"):
         sparse = {name: n for name, n in calls.items() if name.endswith(kernel)}
         assert [name for name, n in sparse.items() if n] == [f"{op}.{kernel}"]

@@ -52,13 +52,13 @@ def leaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def checks() -> list[PlannedCheck]:
     """List one check of each feature that a row declares."""
-    found: dict[str, PlannedCheck] = {}
+    result: dict[str, PlannedCheck] = {}
     for p in plan(
         load_plugins().get("intel_xpu"), BMG, XPU, kinds=("mha",), reduced=True, passes=8
     ):
         if p.row is not None:
-            found.setdefault(p.check.feature, p)
-    return [*found.values()]
+            result.setdefault(p.check.feature, p)
+    return [*result.values()]
 
 
 def run(checks: list[PlannedCheck]) -> None:
@@ -103,7 +103,7 @@ DECODE = (
 
 
 def numbers(pattern: bytes, data: mmap.mmap) -> set[tuple[int, ...]]:
-    return {tuple(map(int, found)) for found in re.findall(pattern, data)}
+    return {tuple(map(int, result)) for result in re.findall(pattern, data)}
 
 
 def test_the_wheel_has_the_emulated_kernels(leaf: types.ModuleType) -> None:

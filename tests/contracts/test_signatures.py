@@ -27,8 +27,8 @@ def test_emulated_as_the_library_has_it(module: str, name: str) -> None:
 @needs_wheels
 @pytest.mark.parametrize(("distribution", "version"), pinned().items())
 def test_the_wheels_are_those_that_are_pinned(distribution: str, version: str) -> None:
-    found = {v for f in folders() if (v := version_of(f, distribution))}
-    assert found == {version}, f"{distribution}: put {version} into ATTN_WHEELS"
+    result = {v for f in folders() if (v := version_of(f, distribution))}
+    assert result == {version}, f"{distribution}: put {version} into ATTN_WHEELS"
 
 
 @pytest.mark.parametrize("info", sorted(VENDOR.glob("*.dist-info")), ids=lambda p: p.name)
@@ -154,9 +154,16 @@ def test_a_private_name_counts_where_our_code_takes_it(tmp_path: pathlib.Path) -
 
 
 def test_aliases_and_imports_are_followed(library: Sources) -> None:
-    found = library.find("lib", "alias")
-    assert found is not None
-    assert found.module.name == "lib.impl"
-    assert [p.name for p in parameters(found.node)] == ["q", "k", "scale", "window", "dtype", "lse"]
+    result = library.find("lib", "alias")
+    assert result is not None
+    assert result.module.name == "lib.impl"
+    assert [p.name for p in parameters(result.node)] == [
+        "q",
+        "k",
+        "scale",
+        "window",
+        "dtype",
+        "lse",
+    ]
     assert library.find("lib", "nothing") is None
-    assert differences(parameters(found.node), parameters(found.node)) == []
+    assert differences(parameters(result.node), parameters(result.node)) == []

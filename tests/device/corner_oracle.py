@@ -14,14 +14,14 @@ EPS = {"bf16": 4e-2, "fp16": 8e-3, "fp32": 1e-4}
 
 def wrong(world: Any, p: Any, outputs: tuple[Tensor, ...]) -> str:
     """Say what of a pass is not as the definition says, "" for nothing."""
-    at, found = 0, ""
+    at, result = 0, ""
     for i, (n, s) in enumerate(zip(p.query_lens, p.seq_lens, strict=True)):
         mine, at = slice(at, at + n), at + n
         if n:
             part = [o[mine] for o in outputs]
             why = _request(world, p, i, n, s, part, [x[mine] for x in p.inputs])
-            found += f" request {i} ({n} of {s}): {why}" if why else ""
-    return found
+            result += f" request {i} ({n} of {s}): {why}" if why else ""
+    return result
 
 
 def _seen(world: Any, p: Any, i: int, n: int, s: int) -> Tensor:
@@ -76,14 +76,14 @@ def _selected(
     scores = (scores * weights.double()[..., None]).sum(1).masked_fill(~seen, -math.inf)
     place = torch.full((world.cache.num_pages * world.model.page,), -1, device=world.device)
     place[slots] = torch.arange(len(slots), device=world.device)
-    found = torch.zeros_like(seen)
+    result = torch.zeros_like(seen)
     for i, row in enumerate(chosen):
         mine = place[row[row >= 0].long()]
         most = min(int(seen[i].sum()), world.x.index_topk)
-        found[i, mine.clamp(min=0)] = True
-        if bool((mine < 0).any()) or len(mine) != most or int((found[i] & seen[i]).sum()) != most:
-            return found, f"query {i} selects {len(mine)} keys that are not {most} of its own"
+        result[i, mine.clamp(min=0)] = True
+        if bool((mine < 0).any()) or len(mine) != most or int((result[i] & seen[i]).sum()) != most:
+            return result, f"query {i} selects {len(mine)} keys that are not {most} of its own"
         best = scores[i].topk(most)[0]
-        if float(best[-1] - scores[i][found[i]].min()) > 0.02 * float(best[0].abs()) + 1e-3:
-            return found, f"query {i} leaves better keys out"
-    return found, ""
+        if float(best[-1] - scores[i][result[i]].min()) > 0.02 * float(best[0].abs()) + 1e-3:
+            return result, f"query {i} leaves better keys out"
+    return result, ""

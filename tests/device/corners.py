@@ -149,10 +149,10 @@ class World:
         v, chosen = (more[0] if self.model.kind == "mha" else None), None
         if self.model.kind == "dsa":
             chosen = self.dispatcher.index_topk(*more[:3], self.x, batch, plan)
-        got = self.dispatcher.forward(
+        actual = self.dispatcher.forward(
             q, k, v, self.x, batch, plan, topk_indices=chosen, return_lse=self.lse
         )
-        outputs = got if isinstance(got, tuple) else (got,)
+        outputs = actual if isinstance(actual, tuple) else (actual,)
         if self.model.kind == "dsa":  # without a selection it attends to all keys
             return (*outputs, q.new_empty(0) if chosen is None else chosen)
         return outputs
@@ -276,10 +276,10 @@ def work(number: int, workers: int, first: int, until: float, asked: list[str], 
 
 
 def main() -> None:
-    seconds, first, workers, asked = float(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4:]
+    seconds, first, workers, requested = float(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4:]
     context, until = multiprocessing.get_context("spawn"), time.time() + seconds
     said: Any = context.Queue()
-    common = (workers, first, until, asked, said)
+    common = (workers, first, until, requested, said)
     processes = [context.Process(target=work, args=(i, *common)) for i in range(workers)]
     for process in processes:
         process.start()

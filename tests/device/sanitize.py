@@ -103,11 +103,11 @@ def tests_of(names: Sequence[str], more: Sequence[str]) -> list[str]:
     unknown = sorted(set(names) - {*known})
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: no such backend (known: {', '.join(known)})")
-    asked = names or (*CLASSES, "kernels")
-    classes = " or ".join(CLASSES[name] for name in asked if name in CLASSES)
+    requested = names or (*CLASSES, "kernels")
+    classes = " or ".join(CLASSES[name] for name in requested if name in CLASSES)
     files = ["test_nvidia.py", "test_triton.py"] * bool(classes)
     parts = [f"({classes}) and ({FEATURES}) and not ({ONCE})"] * bool(classes)
-    for name in asked:
+    for name in requested:
         if name in KERNELS:
             own, which = KERNELS[name]
             files += own

@@ -31,7 +31,7 @@ def test_the_tokens_that_torch_brings(dtype, monkeypatch):
         with launches() as names:
             latents, slots = sparse.gather_pages(x.layer, cache, x.batch, chosen, dtype)
         brought.append((latents.flatten(0, 1)[slots.clamp(min=0).long()], slots < 0))
-    (want, none), (got, none_too) = brought
+    (want, none), (actual, none_too) = brought
     assert {"decode_pages", "place_slots"} <= {*names}
     assert torch.equal(none, none_too)
-    assert torch.equal(got[~none], want[~none])
+    assert torch.equal(actual[~none], want[~none])

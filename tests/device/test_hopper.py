@@ -152,13 +152,13 @@ def test_equals_float64(case, monkeypatch):
         if kind == "ragged":
             cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
             plain = (torch.cat(keys), torch.cat(values))
-            got = made.forward_ragged(
+            actual = made.forward_ragged(
                 q, *plain, layer, batch.cu_seqlens_q, cu, max(queries), max(lengths),
                 causal=False, return_lse=True,
             )  # fmt: skip
         else:
             plan = made.init_forward_metadata(batch)
-            got = made.forward(q, None, None, layer, cache, batch, plan, return_lse=True)
+            actual = made.forward(q, None, None, layer, cache, batch, plan, return_lse=True)
     hopper = {"extend_hopper", "decode_hopper", "decode_mla_hopper"}
     assert hopper & {*names}, "the portable kernel ran"
     for b, n in enumerate(lengths):
@@ -174,9 +174,9 @@ def test_equals_float64(case, monkeypatch):
             seen[:, n - drafts :] = tree[b]
         mine = slice(starts[b], starts[b + 1])
         want, lse = oracle(layer, q[mine], keys[b], values[b], seen)
-        error = (got[0][mine].double() - want).norm() / want.norm()
+        error = (actual[0][mine].double() - want).norm() / want.norm()
         assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3), (b, float(error))
-        torch.testing.assert_close(got[1][mine].double(), lse, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(actual[1][mine].double(), lse, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -27,9 +27,9 @@ def test_many_requests_some_of_them_without_queries(dim, page, fixed):
     requests = Requests(make_layer(dim=dim), lengths, page=page)
     q = requests.draw(sum(queries))
     with launches() as names:
-        got = requests.attend(requests.batch(queries), q, deterministic=fixed)
+        actual = requests.attend(requests.batch(queries), q, deterministic=fixed)
     assert {"order_requests", "extend_hopper"} <= {*names}
-    requests.check(got, q, queries)
+    requests.check(actual, q, queries)
 
 
 @pytest.mark.parametrize("page", [1, 64])
@@ -39,9 +39,9 @@ def test_heads_take_turns_in_twos_of_four(page):
     assert heads_at_once(4, 12_000, 2 * 128 * 2) == 2
     q = requests.draw(sum(queries))
     with launches() as names:
-        got = requests.attend(requests.batch(queries), q)
+        actual = requests.attend(requests.batch(queries), q)
     assert "extend_hopper" in names
-    requests.check(got, q, queries)
+    requests.check(actual, q, queries)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_keys_of_long_tiles_are_cut(dim, page, more):
     requests = Requests(make_layer(dim=dim, **more), lengths, page=page)
     q = requests.draw(sum(queries))
     with launches() as names:
-        got = requests.attend(requests.batch(queries), q)
+        actual = requests.attend(requests.batch(queries), q)
     assert {"extend_hopper", "merge_tiles"} <= {*names}
-    requests.check(got, q, queries)
+    requests.check(actual, q, queries)
     again = requests.attend(requests.batch(queries), q)
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "whoever took them"
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)), "whoever took them"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -77,9 +77,9 @@ def test_sums_shrink_where_maxima_grow(dim):
     q = requests.draw(sum(queries))
     q[:1500] *= 8
     with launches() as names:
-        got = requests.attend(requests.batch(queries), q)
+        actual = requests.attend(requests.batch(queries), q)
     assert "extend_hopper" in names
-    requests.check(got, q, queries)
+    requests.check(actual, q, queries)
 
 
 def test_no_keys_are_cut_in_deterministic_mode():
@@ -88,11 +88,11 @@ def test_no_keys_are_cut_in_deterministic_mode():
     requests = Requests(make_layer(), lengths, page=64)
     q = requests.draw(sum(queries))
     with launches() as names:
-        got = requests.attend(requests.batch(queries), q, deterministic=True)
+        actual = requests.attend(requests.batch(queries), q, deterministic=True)
     assert "merge_tiles" not in names
-    requests.check(got, q, queries)
+    requests.check(actual, q, queries)
     alone = requests.attend(requests.batch([0, 200]), q[130:], deterministic=True)
-    assert all(torch.equal(a[130:], b) for a, b in zip(got, alone, strict=True))
+    assert all(torch.equal(a[130:], b) for a, b in zip(actual, alone, strict=True))
 
 
 @pytest.mark.parametrize("page", [1, 16])

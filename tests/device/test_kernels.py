@@ -87,9 +87,9 @@ def test_a_pass_stays_in_its_memory(name):
         elif not prompts:
             mode = ForwardMode.DECODE
         q = requests.draw(sum(queries))
-        got = requests.attend(requests.batch(queries, mode=mode, spec=spec), q)
+        actual = requests.attend(requests.batch(queries, mode=mode, spec=spec), q)
     assert {kernel if HOPPER else PORTABLE.get(kernel, kernel) for kernel in kernels} <= {*names}
-    requests.check(got, q, queries, trees=trees)
+    requests.check(actual, q, queries, trees=trees)
 
 
 def test_plain_keys_and_values_stay_in_their_memory():
@@ -99,11 +99,11 @@ def test_plain_keys_and_values_stay_in_their_memory():
     q, k, v = torch.randn(301, 3, 4, 128, device=DEVICE, dtype=torch.bfloat16).unbind(1)
     backend = Requests(layer, (1,), page=16).backend()
     with launches() as names:
-        got = backend.forward_ragged(q, k, v, layer, cu, cu, 200, 200, causal=False)
+        actual = backend.forward_ragged(q, k, v, layer, cu, cu, 200, 200, causal=False)
         plain = (x.contiguous() for x in (q, k, v))
         want = backend.forward_ragged(*plain, layer, cu, cu, 200, 200, causal=False)
     assert ("extend_hopper" if HOPPER else "extend_tiles") in names
-    assert torch.equal(got, want)
+    assert torch.equal(actual, want)
 
 
 def test_what_stands_beside_attention_stays_in_its_memory():
@@ -137,8 +137,8 @@ def test_what_stands_beside_attention_stays_in_its_memory():
 def run_suite_check(kind, feature, dtype=None):
     """Run one check of the suite on triton, by default in float32 if that goes with its store."""
     spec, device = load_plugins().get("triton"), parse_device("cuda:sm90")
-    found = plan(spec, device, {"triton": "3.6"}, kinds=(kind,), passes=1, reduced=dtype is None)
-    rows = (p for p in found if p.row is not None and p.check.feature == feature)
+    result = plan(spec, device, {"triton": "3.6"}, kinds=(kind,), passes=1, reduced=dtype is None)
+    rows = (p for p in result if p.row is not None and p.check.feature == feature)
     planned = next(p for p in rows if dtype in (None, p.check.needs.dtype))
     with launches() as names:
         run_check(planned, spec, DEVICE)
@@ -218,7 +218,7 @@ def test_pages_that_are_read_stay_in_their_memory(store, layout):
         part.view(torch.uint8).random_(0, 127)
     pages = torch.tensor([4, 1, 4], device=DEVICE)
     with launches() as names:
-        got = read_pages(cache, pages, torch.bfloat16)
+        actual = read_pages(cache, pages, torch.bfloat16)
     want = kv._read(cache, pages, torch.bfloat16, take_pages)
     assert "dequantize_pages" in names or DEVICE.type == "cpu"
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))

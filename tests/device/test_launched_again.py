@@ -52,9 +52,11 @@ def passed(backend, x, cache, plan=None, **changes):
     """Return the selection of a pass, its output and its LSE."""
     x = replace(x, **changes)
     plan = backend.init_forward_metadata(x.batch) if plan is None else plan
-    asked = (x.layer, cache, x.batch, plan)
-    chosen = backend.index_topk(x.q_index, x.weights, *asked)
-    return chosen, *backend.forward(x.q, None, None, *asked, return_lse=True, topk_indices=chosen)
+    requested = (x.layer, cache, x.batch, plan)
+    chosen = backend.index_topk(x.q_index, x.weights, *requested)
+    return chosen, *backend.forward(
+        x.q, None, None, *requested, return_lse=True, topk_indices=chosen
+    )
 
 
 def same(got, want):
@@ -100,12 +102,12 @@ def test_a_graph_of_a_chain(store):
         passed(backend, x, cache, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = passed(backend, x, cache, plan)
+        actual = passed(backend, x, cache, plan)
     lengths = x.view.seq_lens
     for length in (4096, 3000, 100):
         lengths.fill_(length)
         graph.replay()
-        assert same(got, passed(created(x, store), x, replace(cache)))
+        assert same(actual, passed(created(x, store), x, replace(cache)))
 
 
 @pytest.mark.parametrize("op", ["decode", "verify", "prefill"])

@@ -74,14 +74,14 @@ def test_what_the_parts_name_is_there():
     ids = {"-".join(route) for route in ROUTES} | {*re.findall(r'\("(dual-chunk[\w-]+)", ', text)}
     for name in ("sparse", "dual-chunk"):
         (_,), which = sanitize.KERNELS[name]
-        asked = {*which.split(" or ")}
-        asked -= {"beside_attention", "rows_that_are_selected", "scores_of_a_prompt"}
-        assert asked <= ids
+        requested = {*which.split(" or ")}
+        requested -= {"beside_attention", "rows_that_are_selected", "scores_of_a_prompt"}
+        assert requested <= ids
     assert "def test_what_stands_beside_attention" in text
     assert "def test_rows_that_are_selected" in text
     assert "def test_scores_of_a_prompt" in text
-    asked = sanitize.KERNELS["latent"][1].split(" or ")
-    assert all(f'"{test.removesuffix("]")}": (' in text for test in asked)
+    requested = sanitize.KERNELS["latent"][1].split(" or ")
+    assert all(f'"{test.removesuffix("]")}": (' in text for test in requested)
     alone = [name for name in sanitize.KERNELS if re.match("(latent|sparse|dual-chunk)-", name)]
     assert len(alone) == 13
     assert all(" or " not in sanitize.KERNELS[name][1] for name in alone)

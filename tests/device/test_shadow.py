@@ -69,12 +69,12 @@ class Off(Triton):
     """Answers 5 % too much for requests of more than 100 tokens."""
 
     def forward(self, q, k, v, layer, cache, batch, metadata, **kwargs):
-        got = super().forward(q, k, v, layer, cache, batch, metadata, **kwargs)
-        out = got[0] if isinstance(got, tuple) else got
+        actual = super().forward(q, k, v, layer, cache, batch, metadata, **kwargs)
+        out = actual[0] if isinstance(actual, tuple) else actual
         long = batch.views[layer.view].seq_lens > LONG
         of = torch.repeat_interleave(long, batch.cu_seqlens_q.diff())
         out.mul_(torch.where(of, 1.05, 1.0)[:, None, None].to(out.dtype))
-        return got
+        return actual
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -86,13 +86,13 @@ def test_a_fault_is_found_and_replayed(kind, tmp_path, monkeypatch, capsys):
     x.run(M.DECODE, [1, 1], [50, 100])
     assert shadow.difference is None
     x.run(M.DECODE, [1, 1, 1], [50, 100, 500])
-    found = shadow.difference
-    assert (found.number, found.layer, found.request) == (1, 0, 2)
-    assert {n: v.wrong for n, v in found.verdicts.items()} == {
+    result = shadow.difference
+    assert (result.number, result.layer, result.request) == (1, 0, 2)
+    assert {n: v.wrong for n, v in result.verdicts.items()} == {
         "triton": True,
         "torch_native": False,
     }
-    monkeypatch.setattr(sys, "argv", ["attn", "replay", str(found.file), "--json"])
+    monkeypatch.setattr(sys, "argv", ["attn", "replay", str(result.file), "--json"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code  # the installed triton is right

@@ -56,6 +56,6 @@ def test_a_pool_beyond_32_bit_offsets(store, page, layout, queries):
     assert near.cache.v is not None
     near.cache = replace(near.cache, k=spread(near.cache.k), v=spread(near.cache.v))
     near.table = moved.to(near.table)[near.table.long()]
-    got = near.attend(near.batch([queries]), q)
-    for a, b in zip(got, want, strict=True):
+    actual = near.attend(near.batch([queries]), q)
+    for a, b in zip(actual, want, strict=True):
         assert torch.equal(a, b)

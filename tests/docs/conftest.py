@@ -13,10 +13,10 @@ SLOW = ("prefill-long", "prefill-edges", "prefill-prefix")  # the float64 oracle
 
 def _run(spec):
     checks = plan(spec, Device("cpu", "avx2"), {}, passes=10, reduced=True)
-    asked = [p for p in checks if p.row is not None and not p.check.id.startswith(SLOW)]
-    for one in asked:
+    requested = [p for p in checks if p.row is not None and not p.check.id.startswith(SLOW)]
+    for one in requested:
         run_check(one, spec, torch.device("cpu"))
-    return [p.check.id for p in asked]
+    return [p.check.id for p in requested]
 
 
 @pytest.fixture

@@ -53,9 +53,9 @@ def named(job):
 
 
 def test_it_is_a_workflow(jobs):
-    whole = yaml.safe_load(RUNNER.read_text())
-    assert {"name", True, "permissions", "jobs"} == set(whole), "YAML reads `on` as a truth value"
-    assert {"pull_request", "push", "schedule"} == set(whole[True])
+    full = yaml.safe_load(RUNNER.read_text())
+    assert {"name", True, "permissions", "jobs"} == set(full), "YAML reads `on` as a truth value"
+    assert {"pull_request", "push", "schedule"} == set(full[True])
     for name, job in jobs.items():
         assert job["runs-on"], name
         assert job["timeout-minutes"] > 0, name

@@ -37,16 +37,16 @@ class Shown:
 
 def shown(text):
     """Read the commands of a page; `$ echo $?` shows the exit code of the one before it."""
-    found = []
+    result = []
     for block in re.findall(r"^```console\n(.*?)^```", text, re.S | re.M):
         for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
             command, _, output = part.partition("\n")
             if command == "echo $?":
-                last = found.pop()
-                found.append(Shown(last.command, last.output, int(output)))
+                last = result.pop()
+                result.append(Shown(last.command, last.output, int(output)))
             else:
-                found.append(Shown(command, output, 0))
-    return found
+                result.append(Shown(command, output, 0))
+    return result
 
 
 def pattern(output):
@@ -170,5 +170,5 @@ def test_no_figure_without_a_recorded_measurement():
         if page in generated or page.startswith("explanation/decisions/"):
             continue
         for figure in FIGURE.findall(text):
-            found = re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", results)
-            assert found, f"{page}: {figure} is in no result of benchmarks/"
+            result = re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", results)
+            assert result, f"{page}: {figure} is in no result of benchmarks/"

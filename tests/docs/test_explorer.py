@@ -63,9 +63,9 @@ def test_every_model_has_an_answer_on_every_device_with_every_profile(explorer, 
     assert set(data["answers"]) == wanted
     assert any("|shipped" in key for key in wanted)
     for key, answer in data["answers"].items():
-        found = read(answer, data["texts"], data["verdicts"])
-        assert found["roles"] or "error" in found or found["notes"], key
-        assert len(found["others"]) > 1, key
+        result = read(answer, data["texts"], data["verdicts"])
+        assert result["roles"] or "error" in result or result["notes"], key
+        assert len(result["others"]) > 1, key
     assert (FOLDER / "data.js").stat().st_size < 1_000_000
 
 
@@ -94,10 +94,10 @@ def test_costs_are_those_of_the_selection(explorer, data):
     assert not error
     wanted = {(v.spec.name, v.phase.value): v.expected.us for v in chosen.verdicts if v.expected}
     shown = [data["verdicts"][n] for n in data["answers"]["qwen3-8b|h200|shipped"]["others"]]
-    found = {(v[0], v[1]): v[4] for v in shown if len(v) > 4}
-    assert found.keys() == wanted.keys()
-    assert len(found) > 3
-    assert all(found[key] == pytest.approx(us, rel=1e-3) for key, us in wanted.items())
+    result = {(v[0], v[1]): v[4] for v in shown if len(v) > 4}
+    assert result.keys() == wanted.keys()
+    assert len(result) > 3
+    assert all(result[key] == pytest.approx(us, rel=1e-3) for key, us in wanted.items())
 
 
 def test_commands_name_what_was_selected(data):

@@ -28,9 +28,9 @@ TEXT = (ROOT / "README.md").read_text()
 
 
 def block(first_line: str) -> str:
-    found = re.search(rf"```python\n({re.escape(first_line)}.*?)```", TEXT, re.S)
-    assert found, first_line
-    return found[1]
+    result = re.search(rf"```python\n({re.escape(first_line)}.*?)```", TEXT, re.S)
+    assert result, first_line
+    return result[1]
 
 
 @pytest.fixture

@@ -59,20 +59,20 @@ DOCUMENTED = {  # heads of the matrix that SGLang documents
 
 def tables(text):
     """Read the tables of a page: first word of the heading → header and rows, tags left out."""
-    found = {}
+    result = {}
     for heading, body in re.findall(r"^##+ (\w+) \(.*?\n(.*?)(?=^##|\Z)", text, re.S | re.M):
         lines = [x for x in re.sub(r"<[^>]*>", " ", body).splitlines() if x.startswith("| ")]
         cells = [[c.strip() for c in x.strip("|").split("|")] for x in lines]
-        found[heading] = (cells[0], cells[2:])
-    return found
+        result[heading] = (cells[0], cells[2:])
+    return result
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/reference/support-matrix.md"])
 def test_the_matrix_has_the_documented_words_and_a_mark_in_each_cell(file):
     text = (ROOT / file).read_text()
-    found = tables(text.partition("<!-- matrix:end -->")[0])
+    result = tables(text.partition("<!-- matrix:end -->")[0])
     for kind, words in DOCUMENTED.items():
-        header, rows = found[kind]
+        header, rows = result[kind]
         assert header[:2] == ["Backend", "Devices"]
         assert set(words) <= set(header), kind
         assert "_" not in "".join(header), "a head is words, not a field's name"
@@ -83,9 +83,9 @@ def test_the_matrix_has_the_documented_words_and_a_mark_in_each_cell(file):
 
 def test_a_mark_says_how_far_a_cell_is_proved():
     page = (REFERENCE / "support-matrix.md").read_text()
-    found = tables(page)
+    result = tables(page)
     for kind, backends in build_matrix(load_plugins()).items():
-        header, rows = found[kind.upper()]
+        header, rows = result[kind.upper()]
         by_name = {re.match(r"\*\*([^*<]+)", row[0])[1]: row for row in rows}
         assert set(by_name) == set(backends)
         for name, cells in backends.items():

@@ -28,13 +28,13 @@ def loop():
 
 def registry(graphs):
     """Return the built-in plugins; with graphs, a torch_native whose steps are captured."""
-    found = attn_core.load_plugins()
+    result = attn_core.load_plugins()
     if not graphs:
-        return found
-    native = found.get("torch_native", "softmax")
+        return result
+    native = result.get("torch_native", "softmax")
     rows = [dataclasses.replace(row, cuda_graph="uniform") for row in native.capabilities]
     able = dataclasses.replace(native, capabilities=rows, create="graphed:Graphed")
-    return dataclasses.replace(found, backends={("softmax", "torch_native"): able})
+    return dataclasses.replace(result, backends={("softmax", "torch_native"): able})
 
 
 def expected(model, tokens):
@@ -118,6 +118,6 @@ def test_it_prints_what_happened(loop, capsys):
 
 def test_it_needs_public_names_only():
     nodes = ast.walk(ast.parse(EXAMPLE.read_text()))
-    found = [x for x in nodes if isinstance(x, ast.ImportFrom) and "attn" in x.module]
-    assert [x.module for x in found] == ["attn_core"]
-    assert {a.name for a in found[0].names} <= set(attn_core.__all__)
+    result = [x for x in nodes if isinstance(x, ast.ImportFrom) and "attn" in x.module]
+    assert [x.module for x in result] == ["attn_core"]
+    assert {a.name for a in result[0].names} <= set(attn_core.__all__)

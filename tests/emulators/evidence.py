@@ -97,12 +97,12 @@ def _write(recorder: Recorder, folder: pathlib.Path | None) -> int:
     for suite in recorder.outcomes:
         together.setdefault((suite.family, suite.name, suite.device), []).append(suite)
     code = 0 if together else 1
-    for (family, name, place), found in together.items():
-        spec, device = found[0].spec(), parse_device(place)
+    for (family, name, place), result in together.items():
+        spec, device = result[0].spec(), parse_device(place)
         libraries = {}
-        for suite in found:
+        for suite in result:
             libraries |= suite.libraries or load_plugins().installed_libraries()
-        done = [outcome for suite in found for outcome in recorder.outcomes[suite]]
+        done = [outcome for suite in result for outcome in recorder.outcomes[suite]]
         cells = report(done, spec, device, libraries)
         into = folder or _folder(family, name)
         for path in write_evidence(into, spec, device, cells, level="emulated"):

@@ -67,10 +67,10 @@ def spec():
 
 def checks(*wanted):
     """List the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("rocm:gfx942"), AITER, kinds=("mha",), passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    return asked
+    result = plan(spec(), parse_device("rocm:gfx942"), AITER, kinds=("mha",), passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    return requested
 
 
 def row(create):
@@ -115,8 +115,8 @@ def test_the_main_branch_is_served(vendor, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "aiter.ops.triton.attention", types.ModuleType("aiter.ops.triton.attention")
     )
-    asked = checks("mixed-bf16-page16", "window-4-bf16-page16", "verify-tree-bf16-page1")
-    for planned in [p for p in asked if p.check.layout == "NHD"][:6]:
+    requested = checks("mixed-bf16-page16", "window-4-bf16-page16", "verify-tree-bf16-page1")
+    for planned in [p for p in requested if p.check.layout == "NHD"][:6]:
         run_check(planned, spec(), CPU, arch="gfx942")
 
 
@@ -161,7 +161,7 @@ def test_a_page_list(page_size, kernel_page, host, gap):
     lengths = (70, 0, 1, 33, 64)
     view = view_of(lengths, page_size, host=host)
     size = num_pages(view, kernel_page) + gap * len(lengths)
-    pages = PageList.of(view, page_size, kernel_page, size, gap=gap)
+    pages = PageList.of(view, page_size, kernel_page, size, spare=gap)
     assert pages.indices.shape == (size,)
     parts = page_size // kernel_page
     starts = pages.indptr.tolist()
@@ -208,12 +208,12 @@ def capture_of(lengths):
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_steps_of_one_graph_are_all_refilled_before_it_runs(kind, vendor):
     """As the draft steps of speculation: each has its own pages, though their sizes are equal."""
-    found = next(r for r in spec().capabilities if r.kind == kind and r.absorbed)
+    result = next(r for r in spec().capabilities if r.kind == kind and r.absorbed)
     shape = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
     if kind == "mha":
         shape |= {"head_dim": 64, "v_head_dim": 64}
     layer = AttentionLayer(layer_id=0, scale=0.1, **shape)
-    bench = Bench(spec=spec(), row=found, torch_device=CPU, arch="gfx942")
+    bench = Bench(spec=spec(), row=result, torch_device=CPU, arch="gfx942")
     backend = bench.create([layer], dtype="bf16", page_size=1)
     rng = torch.Generator().manual_seed(0)
     table = torch.randperm(60, generator=rng).view(3, 20).int()
@@ -241,8 +241,8 @@ def test_steps_of_one_graph_are_all_refilled_before_it_runs(kind, vendor):
         want = backend.forward(
             q, None, None, layer, cache, eager, backend.init_forward_metadata(eager)
         )
-        got = backend.forward(q, None, None, layer, cache, step, made)
-        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+        actual = backend.forward(q, None, None, layer, cache, step, made)
+        torch.testing.assert_close(actual, want, rtol=1e-2, atol=1e-2)
 
 
 def test_captures_of_all_sizes_share_their_memory():
@@ -311,8 +311,8 @@ def _scale_of_the_head_dim(monkeypatch):
     def init(self, config):
         real(self, config)
         prefill, decode = self._prefill, self._decode
-        self._prefill = lambda **given: prefill(**given | {"softmax_scale": 64**-0.5})
-        self._decode = lambda **given: decode(**given | {"scale": 64**-0.5})
+        self._prefill = lambda **kwargs: prefill(**kwargs | {"softmax_scale": 64**-0.5})
+        self._decode = lambda **kwargs: decode(**kwargs | {"scale": 64**-0.5})
 
     monkeypatch.setattr(paged.AiterPaged, "__init__", init)
 
@@ -325,8 +325,8 @@ def _cumulative_lengths(monkeypatch):
         return dataclasses.replace(view, seq_lens=total, seq_lens_host=None)
 
     def plans(self, batch):
-        found = real(self, batch)
-        return {n: unified.Plan(cumulative(x.view), x.table) for n, x in found.items()}
+        result = real(self, batch)
+        return {n: unified.Plan(cumulative(x.view), x.table) for n, x in result.items()}
 
     monkeypatch.setattr(unified.AiterUnified, "init_forward_metadata", plans)
 
@@ -383,10 +383,10 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_wrapper_is_seen(name, monkeypatch):
     mistake, wanted = MISTAKES[name]
-    asked = [p for w in wanted for p in checks(w)[:1]]
-    for planned in asked:
+    requested = [p for w in wanted for p in checks(w)[:1]]
+    for planned in requested:
         run_check(planned, spec(), CPU, arch="gfx942")
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run_check(planned, spec(), CPU, arch="gfx942")

@@ -44,10 +44,10 @@ def spec():
 
 def checks(*wanted):
     """List the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("rocm:gfx950"), AITER, kinds=("mla",), passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    return asked
+    result = plan(spec(), parse_device("rocm:gfx950"), AITER, kinds=("mla",), passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    return requested
 
 
 def pass_of(case, *, store="auto", **changes):
@@ -117,8 +117,8 @@ def test_the_main_branch_is_served(vendor, monkeypatch):
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     more = [inspect.Parameter(n, kind, default=1) for n in ("page_size", "nhead_kv")]
 
-    def later(**given):
-        return real(**given)
+    def later(**kwargs):
+        return real(**kwargs)
 
     later.__signature__ = inspect.Signature([*parameters[:at], *more, *parameters[at:]])
     monkeypatch.setattr(module, "mla_decode_fwd", later)
@@ -143,8 +143,8 @@ def _scale_of_the_latent(monkeypatch):
     def init(self, config):
         real(self, config)
         decode, prefill = self._decode, self._prefill
-        self._decode = lambda **given: decode(**given | {"sm_scale": 512**-0.5})
-        self._prefill = lambda **given: prefill(**given | {"sm_scale": 512**-0.5})
+        self._decode = lambda **kwargs: decode(**kwargs | {"sm_scale": 512**-0.5})
+        self._prefill = lambda **kwargs: prefill(**kwargs | {"sm_scale": 512**-0.5})
 
     monkeypatch.setattr(mla.AiterMLA, "__init__", init)
 
@@ -157,9 +157,9 @@ def _all_keys_for_every_query(monkeypatch):
     real = mla._one_query_each
 
     def each(view, batch):
-        found = real(view, batch)
-        found.seq_lens.add_(1)
-        return found
+        result = real(view, batch)
+        result.seq_lens.add_(1)
+        return result
 
     monkeypatch.setattr(mla, "_one_query_each", each)
 
@@ -206,11 +206,11 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "wanted"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_mistake_in_the_wrapper_is_seen(mistake, wanted, monkeypatch):
-    asked = [p for w in wanted for p in checks(w)[:1]]
-    for planned in asked:
+    requested = [p for w in wanted for p in checks(w)[:1]]
+    for planned in requested:
         run_check(planned, spec(), CPU, arch="gfx950")
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run_check(planned, spec(), CPU, arch="gfx950")
 

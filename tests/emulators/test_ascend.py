@@ -53,10 +53,10 @@ def spec():
 
 def checks(*wanted):
     """List the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("npu:910b"), NPU, kinds=("mha",), passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    return asked
+    result = plan(spec(), parse_device("npu:910b"), NPU, kinds=("mha",), passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    return requested
 
 
 def run(planned):
@@ -115,8 +115,8 @@ def test_layers_of_one_view_share_calls_only_where_both_are_packed(vendor, monke
     that = create(bench, case, inputs, point, layers=[x.layer for x, _ in passes[::order]])
     metadata = that.init_forward_metadata(inputs.batch)
     for inputs, right in passes:
-        got = attend(that, inputs, metadata=metadata)
-        compare(got, right, inputs.real_tokens, torch.bfloat16, "output")
+        actual = attend(that, inputs, metadata=metadata)
+        compare(actual, right, inputs.real_tokens, torch.bfloat16, "output")
     assert layouts == ["BSND", "BSND", "TND"]
 
 
@@ -171,7 +171,7 @@ def _operands(change):
         def init(self):
             real(self)
             attend = self._attend
-            self._attend = lambda **given: attend(**given | change(given))
+            self._attend = lambda **kwargs: attend(**kwargs | change(kwargs))
 
         monkeypatch.setattr(Fused, "__init__", init)
 
@@ -205,10 +205,10 @@ def _window(change):
         real = fused.masked
 
         def masked(call, window, causal, device):
-            found = real(call, window, causal, device)
-            if "pre_tokens" in found:
-                found["pre_tokens"] += change
-            return found
+            result = real(call, window, causal, device)
+            if "pre_tokens" in result:
+                result["pre_tokens"] += change
+            return result
 
         monkeypatch.setattr(fused, "masked", masked)
 
@@ -234,10 +234,10 @@ def _nz_cache(monkeypatch):
     real = library.operator
 
     def operator(name, parameters):
-        found = real(name, parameters)
+        result = real(name, parameters)
         if name != "npu_scatter_pa_kv_cache":
-            return found
-        return lambda **given: found(**given | {"cache_mode": "PA_NZ"})
+            return result
+        return lambda **kwargs: result(**kwargs | {"cache_mode": "PA_NZ"})
 
     monkeypatch.setattr(paged, "operator", operator)
 
@@ -296,10 +296,10 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_wrapper_is_seen(name, monkeypatch):
     mistake, wanted = MISTAKES[name]
-    asked = [p for w in wanted for p in checks(w)[:1]]
-    for planned in asked:
+    requested = [p for w in wanted for p in checks(w)[:1]]
+    for planned in requested:
         run(planned)
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run(planned)

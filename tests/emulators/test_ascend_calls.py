@@ -41,8 +41,8 @@ def test_an_operator_with_other_parameters_is_named(vendor):
 
 def shared(query_lens, key_lens, **more):
     """Return (packed, first request, queries, keys) of each call."""
-    found = calls_of(query_lens, key_lens, **more)
-    return [(c.packed, c.first_request, c.query_lens, c.key_lens) for c in found]
+    result = calls_of(query_lens, key_lens, **more)
+    return [(c.packed, c.first_request, c.query_lens, c.key_lens) for c in result]
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -85,8 +85,8 @@ def test_without_a_cache_equal_keys_share_a_call():
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_requests_without_queries_or_keys_are_in_no_call(packs):
-    found = calls_of((3, 0, 3, 3, 5), (3, 8, 3, 0, 5), packs=packs, paged=False)
-    assert [(c.queries, c.keys) for c in found] == [
+    result = calls_of((3, 0, 3, 3, 5), (3, 8, 3, 0, 5), packs=packs, paged=False)
+    assert [(c.queries, c.keys) for c in result] == [
         ((0, 3), (0, 3)),
         ((3, 6), (11, 14)),
         ((9, 14), (14, 19)),
@@ -95,14 +95,14 @@ def test_requests_without_queries_or_keys_are_in_no_call(packs):
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_causal_queries_before_the_first_key_are_in_no_call(packs):
-    found = calls_of((2, 5, 5, 3), (2, 3, 9, 0), packs=packs, paged=False, causal=True)
+    result = calls_of((2, 5, 5, 3), (2, 3, 9, 0), packs=packs, paged=False, causal=True)
     if packs:
-        assert [(c.queries, c.keys, c.query_lens) for c in found] == [
+        assert [(c.queries, c.keys, c.query_lens) for c in result] == [
             ((0, 2), (0, 2), [2]),
             ((4, 12), (2, 14), [3, 5]),
         ]
     else:
-        assert [(c.queries, c.keys) for c in found] == [
+        assert [(c.queries, c.keys) for c in result] == [
             ((0, 2), (0, 2)),
             ((4, 7), (2, 5)),
             ((7, 12), (5, 14)),
@@ -120,8 +120,8 @@ def test_a_sink_of_no_weight_leaves_a_query_without_keys_at_zero():
 
 def test_a_packed_call_has_a_largest_number_of_requests(monkeypatch):
     monkeypatch.setattr(calls, "MOST_PACKED", 2)
-    found = calls_of((3, 4, 5), (3, 4, 5), packs=True, paged=True)
-    assert [(c.requests, c.queries) for c in found] == [
+    result = calls_of((3, 4, 5), (3, 4, 5), packs=True, paged=True)
+    assert [(c.requests, c.queries) for c in result] == [
         (slice(0, 2), (0, 7)),
         (slice(2, 3), (7, 12)),
     ]

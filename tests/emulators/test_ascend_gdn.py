@@ -190,11 +190,11 @@ def test_padded_rows_take_a_slot_that_no_other_row_writes(calls):
     states, tensors = pool.states.state[0], bf16(LAYER, 3)
     tensors[2][1] = torch.nan
     before = states.clone()
-    found, _ = run(make(), make_batch(M.DECODE, [1] * 3, (0, -1, 2)), LAYER, pool, tensors)
+    result, _ = run(make(), make_batch(M.DECODE, [1] * 3, (0, -1, 2)), LAYER, pool, tensors)
     tensors[2][1] = 0
     right = answer(tensors, [1] * 3, LAYER, [before[0], None, before[2]])
     for row, slot in ((0, 0), (2, 2)):
-        close(found[row : row + 1], right[row][0], ROUNDED)
+        close(result[row : row + 1], right[row][0], ROUNDED)
         close(states[slot], right[row][1], ROUNDED)
     assert torch.equal(states[1], before[1])
     assert calls[1][0][0][3].data_ptr() == states.data_ptr()  # in place
@@ -213,9 +213,9 @@ def test_states_that_are_not_dense_are_gathered(calls):
     wide = torch.randn(1, 8, 2, 4, 128, 128).bfloat16()
     pool = StatePool.of([0], StateCache(state=wide[:, :, 0]))
     before, tensors = wide.clone(), bf16(LAYER, 2)
-    found, _ = run(make(), make_batch(M.DECODE, [1, 1], (5, 2)), LAYER, pool, tensors)
+    result, _ = run(make(), make_batch(M.DECODE, [1, 1], (5, 2)), LAYER, pool, tensors)
     right = answer(tensors, [1, 1], LAYER, [before[0, 5, 0], before[0, 2, 0]])
-    close(found, torch.cat([out for out, _ in right]), ROUNDED)
+    close(result, torch.cat([out for out, _ in right]), ROUNDED)
     for (_, state), slot in zip(right, (5, 2), strict=True):
         close(wide[0, slot, 0], state, ROUNDED)
     assert torch.equal(wide[:, :, 1], before[:, :, 1])
@@ -229,9 +229,9 @@ def test_any_decay_and_beta(mode, g, beta):
     pool, (q, k, v, *_) = pool_of(), bf16(LAYER, 2)
     before = pool.states.state[0].clone()
     tensors = (q, k, v, torch.full((2, 4), g), torch.full((2, 4), beta))
-    found, _ = run(make(), make_batch(mode, [1, 1], (2, 5)), LAYER, pool, tensors)
+    result, _ = run(make(), make_batch(mode, [1, 1], (2, 5)), LAYER, pool, tensors)
     for row, (out, state) in enumerate(answer(tensors, [1, 1], LAYER, [before[2], before[5]])):
-        close(found[row : row + 1], out, ROUNDED)
+        close(result[row : row + 1], out, ROUNDED)
         close(pool.states.state[0, (2, 5)[row]], state, ROUNDED)
 
 
@@ -252,8 +252,8 @@ def test_a_pass_with_host_lengths_does_not_wait(mode):
 
 @functools.cache
 def planned():
-    found = plan(spec(), parse_device("npu:910b"), NPU, passes=10)
-    return [p for p in found if p.row]
+    result = plan(spec(), parse_device("npu:910b"), NPU, passes=10)
+    return [p for p in result if p.row]
 
 
 def first(wanted):
@@ -276,7 +276,7 @@ def _operand(change, only="initial_state state"):
         def operator(name, parameters):
             call = real(name, parameters)
             chosen = set(only.split()) & set(parameters)
-            return lambda **given: call(**(given | change(given) if chosen else given))
+            return lambda **kwargs: call(**(kwargs | change(kwargs) if chosen else kwargs))
 
         monkeypatch.setattr(gdn, "operator", operator)
 
@@ -304,7 +304,9 @@ def _padding_is_slot_0(monkeypatch):
     def of(cls, batch):
         rows = real(cls, batch)
         slots = batch.state_slots.clamp(min=0)
-        return dataclasses.replace(rows, reads=slots, writes=slots, live=torch.ones_like(rows.live))
+        return dataclasses.replace(
+            rows, reads=slots, writes=slots, valid=torch.ones_like(rows.valid)
+        )
 
     monkeypatch.setattr(gdn.Rows, "of", classmethod(of))
 

@@ -36,11 +36,11 @@ def run(kind, wanted="graph-"):
     """Run the checks of graphs of a kind whose name begins so; return their names."""
     spec = load_plugins().get(*(TRITON if kind == "gdn" else ASCEND))
     planned = plan(spec, parse_device("npu:910b"), NPU, kinds=(kind,), passes=6)
-    asked = [p for p in planned if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    for one in asked:
+    requested = [p for p in planned if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    for one in requested:
         run_check(one, spec, torch.device("cpu"), arch="910b")
-    return " ".join(one.check.id for one in asked)
+    return " ".join(one.check.id for one in requested)
 
 
 @pytest.mark.parametrize(

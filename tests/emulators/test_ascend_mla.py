@@ -40,10 +40,10 @@ def run(planned):
 
 def checks(*wanted):
     """List the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("npu:910b"), NPU, kinds=("mla",), passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    return asked
+    result = plan(spec(), parse_device("npu:910b"), NPU, kinds=("mla",), passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    return requested
 
 
 @pytest.mark.parametrize("lengths", [((4, 4), (70, 9)), ((3, 1, 2), (3, 300, 9))])
@@ -95,7 +95,7 @@ def _decode(change):
 
         def operator(name, parameters):
             attend = real(name, parameters)
-            return lambda **given: attend(**given | change(given))
+            return lambda **kwargs: attend(**kwargs | change(kwargs))
 
         monkeypatch.setattr(mla, "operator", operator)
 
@@ -157,10 +157,10 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_wrapper_is_seen(name, monkeypatch):
     mistake, wanted = MISTAKES[name]
-    asked = [p for w in wanted for p in checks(w)[:1]]
-    for planned in asked:
+    requested = [p for w in wanted for p in checks(w)[:1]]
+    for planned in requested:
         run(planned)
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run(planned)

@@ -71,9 +71,9 @@ def test_torch_selects_what_the_operator_does_not_take(shape, calls):
 
 @pytest.mark.parametrize("case", ["dsa-prefill", "dsa-decode"])
 def test_torch_selects_in_parts(case, monkeypatch):
-    whole = Indexed(case, index_shape=(8, 32)).choose()
+    full = Indexed(case, index_shape=(8, 32)).choose()
     monkeypatch.setattr(indexer, "MOST_NUMBERS", 4000)
-    assert torch.equal(Indexed(case, index_shape=(8, 32)).choose(), whole)
+    assert torch.equal(Indexed(case, index_shape=(8, 32)).choose(), full)
 
 
 def test_of_equal_scores_the_operator_selects_any():
@@ -98,16 +98,16 @@ def test_of_equal_scores_the_operator_selects_any():
 def test_the_fewer_tokens_are_gathered(case, keys, calls):
     that = Indexed(case)
     for preallocated in (False, True):
-        got = attend(that.backend, that.inputs, preallocated=preallocated, return_lse=False)
-        compare(got, that.right, that.inputs.real_tokens, torch.bfloat16, "output")
+        actual = attend(that.backend, that.inputs, preallocated=preallocated, return_lse=False)
+        compare(actual, that.right, that.inputs.real_tokens, torch.bfloat16, "output")
     assert [args[1].shape[0] for args, _ in calls[0]] == [keys, keys]
 
 
 def test_many_selected_tokens_are_gathered_in_parts(calls, monkeypatch):
     monkeypatch.setattr(sparse, "MOST_GATHERED", 2 * 16)
     that = Indexed("dsa-decode")
-    got = attend(that.backend, that.inputs, preallocated=False, return_lse=False)
-    compare(got, that.right, that.inputs.real_tokens, torch.bfloat16, "output")
+    actual = attend(that.backend, that.inputs, preallocated=False, return_lse=False)
+    compare(actual, that.right, that.inputs.real_tokens, torch.bfloat16, "output")
     assert [len(args[0]) for args, _ in calls[0]] == [2, 2, 1]
 
 
@@ -144,8 +144,8 @@ def spec():
 
 @functools.cache
 def planned():
-    found = plan(spec(), parse_device("npu:910b"), NPU, kinds=("dsa",), passes=10)
-    return [p for p in found if p.row]
+    result = plan(spec(), parse_device("npu:910b"), NPU, kinds=("dsa",), passes=10)
+    return [p for p in result if p.row]
 
 
 def first(wanted):
@@ -167,7 +167,7 @@ def _operand(module, change):
 
         def operator(name, parameters):
             call = real(name, parameters)
-            return lambda **given: call(**given | change(given))
+            return lambda **kwargs: call(**kwargs | change(kwargs))
 
         monkeypatch.setattr(module, "operator", operator)
 
@@ -182,8 +182,8 @@ def _no_offset_within_a_page(monkeypatch):
     real = sparse._in_pages
 
     def in_pages(cache, pages, slots):
-        found = real(cache, pages, slots)
-        return torch.where(found < 0, found, found - found % cache.page_size)
+        result = real(cache, pages, slots)
+        return torch.where(result < 0, result, result - result % cache.page_size)
 
     monkeypatch.setattr(sparse, "_in_pages", in_pages)
 
@@ -197,8 +197,8 @@ def _latents_of_all_zeros_beside(monkeypatch):
     """Read what lies in slot 0 for the entries without a slot, as if they were selected."""
     real = sparse._gathered
 
-    def gathered(*given):
-        for part, latents, rope, indices in real(*given):
+    def gathered(*kwargs):
+        for part, latents, rope, indices in real(*kwargs):
             yield part, latents, rope, indices.clamp(min=0)
 
     monkeypatch.setattr(sparse, "_gathered", gathered)

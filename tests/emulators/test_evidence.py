@@ -50,8 +50,8 @@ def evidence():
 
 
 def cell(**more) -> CellReport:
-    given = {"declared": True, "cases": 3, "failed": 0, "worst": 0.1, "budget": 0.2, "skipped": {}}
-    return CellReport(**(given | more))
+    kwargs = {"declared": True, "cases": 3, "failed": 0, "worst": 0.1, "budget": 0.2, "skipped": {}}
+    return CellReport(**(kwargs | more))
 
 
 def test_a_suite_leaves_one_file_per_kind(evidence, tmp_path):

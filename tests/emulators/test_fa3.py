@@ -82,29 +82,31 @@ def spec():
 
 
 def row(kind="mha", *, sinks=False, fp8=False):
-    asked = (kind, sinks, fp8)
-    return next(r for r in spec().capabilities if (r.kind, r.sinks, r.quantizes_q_to_fp8) == asked)
+    requested = (kind, sinks, fp8)
+    return next(
+        r for r in spec().capabilities if (r.kind, r.sinks, r.quantizes_q_to_fp8) == requested
+    )
 
 
 def backend_of(*layers, **more):
-    given = {"row": row(sinks=any(x.sinks is not None for x in layers))}
-    given |= {"page_size": 16, "dtype": "bf16", "kv_cache_dtype": "bf16", **more}
+    kwargs = {"row": row(sinks=any(x.sinks is not None for x in layers))}
+    kwargs |= {"page_size": 16, "dtype": "bf16", "kv_cache_dtype": "bf16", **more}
     config = BackendConfig(
-        name="fa3", layers=layers, device=torch.device("cpu"), arch="sm90", **given
+        name="fa3", layers=layers, device=torch.device("cpu"), arch="sm90", **kwargs
     )
     return create_backend(spec(), config)
 
 
 def checks(*wanted, kind="mha", **options):
     """Yield the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("cuda:sm90"), SGL, kinds=(kind,), passes=10, **options)
-    return [p for p in found if p.row and p.check.id.startswith(wanted)]
+    result = plan(spec(), parse_device("cuda:sm90"), SGL, kinds=(kind,), passes=10, **options)
+    return [p for p in result if p.row and p.check.id.startswith(wanted)]
 
 
 def ask(*wanted, **options):
-    asked = checks(*wanted, **options)
-    assert asked
-    for planned in asked:
+    requested = checks(*wanted, **options)
+    assert requested
+    for planned in requested:
         run_check(planned, spec(), torch.device("cpu"), arch="sm90")
 
 
@@ -178,7 +180,7 @@ def calls(monkeypatch):
 
 
 def named(calls, name):
-    return [given for called, given in calls if called == name]
+    return [kwargs for called, kwargs in calls if called == name]
 
 
 def test_one_schedule_per_pass_serves_all_layers_of_a_kind(calls):
@@ -207,13 +209,13 @@ def test_conventions_of_the_library(calls):
     layer = replace(LAYER, sliding_window=17, logit_cap=3.0, sinks=torch.randn(4))
     serving = Serving(layer)
     out = serving.q.new_empty(2, 4, 64)
-    got, lse = serving.decode(layer, out=out, return_lse=True)
-    [given] = named(calls, "flash_attn_with_kvcache")
-    assert given["window_size"] == (16, 0)
-    assert given["sinks"].dtype == torch.bfloat16
-    assert (given["softcap"], given["num_splits"]) == (3.0, 0)
-    assert got is out
-    assert given["out"] is out
+    actual, lse = serving.decode(layer, out=out, return_lse=True)
+    [kwargs] = named(calls, "flash_attn_with_kvcache")
+    assert kwargs["window_size"] == (16, 0)
+    assert kwargs["sinks"].dtype == torch.bfloat16
+    assert (kwargs["softcap"], kwargs["num_splits"]) == (3.0, 0)
+    assert actual is out
+    assert kwargs["out"] is out
     assert lse.shape == (2, 4)
     assert lse.dtype == torch.float32
 
@@ -221,7 +223,7 @@ def test_conventions_of_the_library(calls):
 def test_a_row_without_determinism_splits_as_the_library_likes(calls):
     serving = Serving(LAYER, deterministic=True)
     serving.decode(LAYER)
-    assert {given["num_splits"] for _, given in calls} == {1}
+    assert {kwargs["num_splits"] for _, kwargs in calls} == {1}
 
 
 def test_a_tree_is_two_calls_and_one_with_a_window(calls):
@@ -304,7 +306,7 @@ def test_fp8_rounds_the_queries_and_scales_per_request_and_head():
         scales={0: (0.4, 1.7)},
         row=row(fp8=True),
     )
-    got = serving.decode(LAYER).float()
+    actual = serving.decode(LAYER).float()
     k, v = serving.new[0]
     q = to_fp8(serving.q[:2], torch.float8_e4m3fn, 1.0).float()
     at = 0
@@ -317,7 +319,7 @@ def test_fp8_rounds_the_queries_and_scales_per_request_and_head():
         p = torch.einsum("hd,khd->hk", q[b], keys).mul(LAYER.scale).softmax(-1)
         right = torch.einsum("hk,khd->hd", p, values)
         # e4m3 has 3 bits behind the point, and so have the probabilities
-        assert (got[b] - right).abs().max() < 2**-4 * right.abs().max()
+        assert (actual[b] - right).abs().max() < 2**-4 * right.abs().max()
 
 
 def test_the_libraries_in_their_order(upstream, monkeypatch):
@@ -367,12 +369,12 @@ def test_the_emulation_refuses_what_the_library_refuses(change, error, message, 
     layer = replace(LAYER, sinks=torch.randn(4))
     serving = Serving(layer)
     serving.decode(layer, out=serving.q.new_empty(2, 4, 64))
-    [given] = named(calls, "flash_attn_with_kvcache")
+    [kwargs] = named(calls, "flash_attn_with_kvcache")
     [(name, dtype)] = change.items()
     cache, q = serving.pool.layer(0), serving.q[:2]
     with pytest.raises(error, match=message):
         flash_attn.flash_attn_with_kvcache(
-            q, cache.k, cache.v, **given | {name: given[name].to(dtype)}
+            q, cache.k, cache.v, **kwargs | {name: kwargs[name].to(dtype)}
         )
 
 
@@ -435,7 +437,7 @@ def test_a_mistake_in_the_wrapper_is_seen(mistake, wanted, monkeypatch):
 
 def test_sinks_of_a_tree_are_counted_once(monkeypatch):
     """Every tree of the suite with sinks has a window too, and so one call: ask without it."""
-    asked = [
+    requested = [
         dataclasses.replace(LAYER, sinks=torch.full((4,), 2.0)),
         dataclasses.replace(LAYER, sinks=None),
     ]
@@ -451,11 +453,11 @@ def test_sinks_of_a_tree_are_counted_once(monkeypatch):
             return_lse=True,
         )  # fmt: skip
 
-    (_, with_sinks), (_, without) = map(run, asked)
+    (_, with_sinks), (_, without) = map(run, requested)
     right = torch.logaddexp(without, torch.tensor(2.0))
     assert torch.allclose(with_sinks, right, atol=1e-5)
     _sinks_twice(monkeypatch)
-    assert not torch.allclose(run(asked[0])[1], right, atol=1e-2)
+    assert not torch.allclose(run(requested[0])[1], right, atol=1e-2)
 
 
 def test_a_sink_far_above_the_scores_is_their_log_sum_exp():
@@ -485,9 +487,9 @@ def test_a_sink_far_above_the_drafts_leaves_the_prefix_its_weight():
         serving.backend.init_forward_metadata(batch), return_lse=True,
     )  # fmt: skip
     values = serving.new[0][1].split([40, 7])
-    for got, total, v in zip(out.split(4), lse.split(4), values, strict=True):
+    for actual, total, v in zip(out.split(4), lse.split(4), values, strict=True):
         prefix = v[:-4].mean(0).repeat_interleave(2, 0)
-        torch.testing.assert_close(got.float(), prefix.expand(4, -1, -1), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(actual.float(), prefix.expand(4, -1, -1), atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(total, torch.full((4, 4), 120 + math.log(len(v) - 4)))
 
 
@@ -516,5 +518,5 @@ def test_a_replay_of_one_request(parents, window):
     static.positions.copy_(fresh.positions)
     backend.init_forward_metadata_replay_cuda_graph(static, metadata)
     right = run(fresh, backend.init_forward_metadata(fresh))
-    for got, expected in zip(run(static, metadata), right, strict=True):
-        assert torch.equal(got, expected)
+    for actual, expected in zip(run(static, metadata), right, strict=True):
+        assert torch.equal(actual, expected)

@@ -47,9 +47,9 @@ def upstream(vendor, monkeypatch):
 
 
 def layer_of(**more):
-    given = {"layer_id": 0, "num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576}
-    given |= {"v_head_dim": 512, "scale": 192**-0.5}
-    return AttentionLayer(**given | more)
+    kwargs = {"layer_id": 0, "num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576}
+    kwargs |= {"v_head_dim": 512, "scale": 192**-0.5}
+    return AttentionLayer(**kwargs | more)
 
 
 def decode(layer):
@@ -70,10 +70,10 @@ def decode(layer):
     pool = KVPool([layer], num_pages=4, page_size=16, kv_cache_dtype="bf16", kind="mla")
     rng = torch.Generator().manual_seed(1)
     latents = torch.randn(sum(lens), 1, 576, generator=rng).bfloat16()
-    given = {"seq_lens": lens, "page_table": table, "page_size": 16}
-    new = ForwardBatch.build(ForwardMode.EXTEND, query_lens=lens, **given)
+    kwargs = {"seq_lens": lens, "page_table": table, "page_size": 16}
+    new = ForwardBatch.build(ForwardMode.EXTEND, query_lens=lens, **kwargs)
     write_kv(pool.layer(0), latents, None, new.views["full"].out_cache_loc)
-    batch = ForwardBatch.build(ForwardMode.DECODE, query_lens=[1, 1], **given)
+    batch = ForwardBatch.build(ForwardMode.DECODE, query_lens=[1, 1], **kwargs)
     backend = create_backend(spec, config)
     q = torch.randn(2, layer.num_q_heads, 576, generator=rng).bfloat16()
     metadata = backend.init_forward_metadata(batch)
@@ -124,10 +124,10 @@ def _parts_swapped(monkeypatch):
 @pytest.mark.parametrize("mistake", [_parts_swapped])
 def test_a_mistake_in_the_wrapper_is_seen(mistake, monkeypatch):
     spec = load_plugins().get("fa3")
-    found = plan(spec, parse_device("cuda:sm90"), SGL, kinds=("mla",), passes=10, reduced=True)
-    asked = [p for p in found if p.row and p.check.id.startswith(("mla-decode", "mla-verify"))]
-    assert len(asked) > 4
+    result = plan(spec, parse_device("cuda:sm90"), SGL, kinds=("mla",), passes=10, reduced=True)
+    requested = [p for p in result if p.row and p.check.id.startswith(("mla-decode", "mla-verify"))]
+    assert len(requested) > 4
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run_check(planned, spec, torch.device("cpu"), arch="sm90")

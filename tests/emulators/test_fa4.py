@@ -112,8 +112,10 @@ def decode(layer, *, page_size=128, backend=None, **more):
     )
     metadata = backend.init_forward_metadata(batch)
     q = torch.randn(2, layer.num_q_heads, layer.head_dim).bfloat16()
-    got = backend.forward(q, None, None, layer, pool.layer(layer.layer_id), batch, metadata, **more)
-    return backend, got, metadata
+    actual = backend.forward(
+        q, None, None, layer, pool.layer(layer.layer_id), batch, metadata, **more
+    )
+    return backend, actual, metadata
 
 
 def test_a_sink_far_above_the_scores_is_their_log_sum_exp():
@@ -129,16 +131,16 @@ def test_conventions_of_the_library(calls):
     """A window counts the tokens before the query's own; sinks are bf16; out is filled in place."""
     layer = replace(LAYER, sliding_window=17, logit_cap=3.0, sinks=torch.randn(4))
     out = torch.empty(2, 4, 64, dtype=torch.bfloat16)
-    backend, (got, lse), _ = decode(layer, out=out, return_lse=True)
-    [given] = calls
-    assert given["window_size_left"] == 16
-    assert given["causal"]
-    assert given["learnable_sink"].dtype == torch.bfloat16
-    assert given["score_mod"].softcap_val == 3.0
-    assert got is given["out"] is out
+    backend, (actual, lse), _ = decode(layer, out=out, return_lse=True)
+    [kwargs] = calls
+    assert kwargs["window_size_left"] == 16
+    assert kwargs["causal"]
+    assert kwargs["learnable_sink"].dtype == torch.bfloat16
+    assert kwargs["score_mod"].softcap_val == 3.0
+    assert actual is kwargs["out"] is out
     assert lse.shape == (2, 4)
     decode(layer, backend=backend)
-    assert calls[1]["score_mod"] is given["score_mod"]  # made once: the library hashes it
+    assert calls[1]["score_mod"] is kwargs["score_mod"]  # made once: the library hashes it
 
 
 def test_no_keys_leave_the_sink():
@@ -196,7 +198,7 @@ def paged(d, dv, page_size, **more):
     def numbers(*shape):
         return torch.randn(shape).bfloat16()
 
-    given = {
+    kwargs = {
         "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
         "seqused_k": torch.tensor([3], dtype=torch.int32),
         "page_table": torch.tensor([[1, 0]], dtype=torch.int32),
@@ -205,7 +207,7 @@ def paged(d, dv, page_size, **more):
         "causal": True,
     }
     k, v = numbers(2, page_size, 2, d), numbers(2, page_size, 2, dv)
-    return _flash_attn_fwd(numbers(1, 4, d), k, v, **given | more)[0]
+    return _flash_attn_fwd(numbers(1, 4, d), k, v, **kwargs | more)[0]
 
 
 def test_where_a_page_is_no_tile():
@@ -270,13 +272,13 @@ def _pages_not_split(monkeypatch):
 )
 def test_a_mistake_in_the_wrapper_is_seen(mistake, wanted, monkeypatch):
     device = parse_device("cuda:sm90")
-    found = plan(spec(), device, FOUND, kinds=("mha",), passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert len(asked) >= len(wanted)
-    for planned in asked:
+    result = plan(spec(), device, FOUND, kinds=("mha",), passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert len(requested) >= len(wanted)
+    for planned in requested:
         run_check(planned, spec(), torch.device("cpu"), arch="sm90")
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run_check(planned, spec(), torch.device("cpu"), arch="sm90")
 
@@ -294,12 +296,12 @@ def deepseek():
     needs = LayerRequirements(
         kind="mla", head_dim=576, v_head_dim=512, num_q_heads=HEADS, num_kv_heads=1
     )
-    registry, found = load_plugins(), FOUND | {"sglang-kernel": "0.4.5"}
+    registry, result = load_plugins(), FOUND | {"sglang-kernel": "0.4.5"}
     selection = select(
         Requirements(layers=(needs,)),
         parse_device("cuda:sm90"),
         registry,
-        found,
+        result,
         Overrides(prefill_attention_backend="fa4", decode_attention_backend="fa3"),
         simulated=True,
     )

@@ -57,8 +57,8 @@ def deterministic():
         check = dataclasses.replace(
             check, needs=dataclasses.replace(check.needs, deterministic=True)
         )
-        asked = dataclasses.replace(planned, check=check)
-        yield pytest.param(asked, id=check.id)
+        requested = dataclasses.replace(planned, check=check)
+        yield pytest.param(requested, id=check.id)
 
 
 @pytest.mark.parametrize("planned", [*deterministic()])
@@ -82,7 +82,7 @@ def make_backend(*layers, encodes=False, **more):
     """Create the backend of the first row, or of the vision tower, for a Hopper."""
     spec = load_plugins().get("flashinfer")
     rows = [r for r in spec.capabilities if r.kind == "mha"]
-    given = {"page_size": 16, "dtype": "bf16", "kv_cache_dtype": "bf16", "arch": "sm90"} | more
+    kwargs = {"page_size": 16, "dtype": "bf16", "kv_cache_dtype": "bf16", "arch": "sm90"} | more
     return create_backend(
         spec,
         BackendConfig(
@@ -90,7 +90,7 @@ def make_backend(*layers, encodes=False, **more):
             row=rows[-1] if encodes else rows[0],
             layers=layers,
             device=torch.device("cpu"),
-            **given,
+            **kwargs,
         ),
     )
 
@@ -176,11 +176,11 @@ def test_one_deterministic_split_for_every_batch():
     layer = make_layer(heads=(32, 8), dim=128)
     limits = {"max_bs": 64, "max_seq_len": 32768, "deterministic": True}
     backend = make_backend(layer, **limits)
-    found = set()
+    result = set()
     for lengths in ([40], [32768, 3], [8000] * 64):
         plans = backend.init_forward_metadata(make_batch(M.DECODE, [1] * len(lengths), lengths))
-        found |= {(p.planned.shape.fixed_split, p.planned.shape.split) for p in plans.values()}
-    assert found == {(2048 // 16, True)}
+        result |= {(p.planned.shape.fixed_split, p.planned.shape.split) for p in plans.values()}
+    assert result == {(2048 // 16, True)}
     unknown = make_backend(layer, deterministic=True)
     plans = unknown.init_forward_metadata(make_batch(M.DECODE, [1], [40]))
     assert [(p.planned.shape.fixed_split, p.planned.shape.split) for p in plans.values()] == [
@@ -253,8 +253,8 @@ def test_a_window_counts_positions_in_whatever_order_drafts_are_named(window, se
         return backend.forward(q, None, None, layer, cache, batch, metadata)
 
     right = run(one, q, cache).unflatten(0, (2, n))[:, tokens].flatten(0, 1)
-    got = run(other, q.unflatten(0, (2, n))[:, tokens].flatten(0, 1), LayerCache(**cache_of))
-    torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-2)
+    actual = run(other, q.unflatten(0, (2, n))[:, tokens].flatten(0, 1), LayerCache(**cache_of))
+    torch.testing.assert_close(actual, right, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("mode", [M.EXTEND, M.DRAFT_EXTEND, M.MIXED])
@@ -276,8 +276,8 @@ def test_a_tree_masks_no_encoder_tokens():
     batch = dataclasses.replace(own, views={**own.views, "cross": view})
     chain = SpecInfo(topk=1, num_draft_tokens=own.spec.num_draft_tokens)
     right = attend(make_backend(cross), cross, dataclasses.replace(batch, spec=chain))
-    got = attend(make_backend(layer, cross), cross, batch)
-    torch.testing.assert_close(got, right, rtol=0, atol=0)
+    actual = attend(make_backend(layer, cross), cross, batch)
+    torch.testing.assert_close(actual, right, rtol=0, atol=0)
 
 
 def test_layers_that_differ_in_scale_and_cap():
@@ -326,12 +326,12 @@ def test_rows_of_the_page_table_may_lie_apart_and_end_in_anything(window):
         changed = dataclasses.replace(view, page_table=page_table)
         return dataclasses.replace(batch, views={"full": changed})
 
-    got = attend(make_backend(layer), layer, with_table(wide[:, :width]))
-    torch.testing.assert_close(got, right, rtol=0, atol=0)
+    actual = attend(make_backend(layer), layer, with_table(wide[:, :width]))
+    torch.testing.assert_close(actual, right, rtol=0, atol=0)
     twice = view.page_table[:1].expand(rows, width)  # both requests have the first one's pages
     right = attend(make_backend(layer), layer, with_table(twice.contiguous()))
-    got = attend(make_backend(layer), layer, with_table(twice))
-    torch.testing.assert_close(got, right, rtol=0, atol=0)
+    actual = attend(make_backend(layer), layer, with_table(twice))
+    torch.testing.assert_close(actual, right, rtol=0, atol=0)
     with pytest.raises(BackendError, match="its rows must not overlap"):
         make_backend(layer).init_forward_metadata_capture_cuda_graph(with_table(twice))
 
@@ -394,10 +394,10 @@ def test_without_a_cache_a_layer_that_the_config_lacks_has_room_for_its_partial_
     layer, backend = make_layer(heads=(64, 1), dim=128), make_backend(arch="sm80")
     q, k = torch.randn(24, 64, 128).bfloat16(), torch.randn(3000, 1, 128).bfloat16()
     cu_seqlens = (torch.tensor([0, n], dtype=torch.int32) for n in (24, 3000))
-    got = backend.forward_ragged(q, k, k, layer, *cu_seqlens, 24, 3000, causal=False)
+    actual = backend.forward_ragged(q, k, k, layer, *cu_seqlens, 24, 3000, causal=False)
     keys = k.double().squeeze(1)
     right = (q.double() @ keys.T * layer.scale).softmax(-1) @ keys
-    torch.testing.assert_close(got.double(), right, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(actual.double(), right, rtol=0.02, atol=0.01)
 
 
 def test_captured_schedules_are_small():
@@ -436,8 +436,8 @@ def test_bits_of_trees(window):
         for i in range(n):
             left = 0 if window is None else max(0, s - n + i - loose_window(window, n))
             seen = set(visible_keys(i, n, s, causal=True, window=window, parents=parents))
-            got = {j for j in range(left, s) if mine[i, j]}
-            assert got == seen, (b, i)
+            actual = {j for j in range(left, s) if mine[i, j]}
+            assert actual == seen, (b, i)
             assert min(seen) >= left, "the kernel's own window hides what a draft sees"
 
 
@@ -458,10 +458,10 @@ def test_a_query_without_keys_has_no_weight(mode, heads):
 def test_an_output_with_gaps_is_filled():
     layer, batch = make_layer(), make_batch(M.EXTEND, [7, 3], [40, 9])
     wide = torch.full((10, 4, 128), torch.nan, dtype=torch.bfloat16)
-    got = attend(make_backend(layer), layer, batch, out=wide[..., :64])
-    assert got.data_ptr() == wide.data_ptr()
+    actual = attend(make_backend(layer), layer, batch, out=wide[..., :64])
+    assert actual.data_ptr() == wide.data_ptr()
     right = attend(make_backend(layer), layer, batch)
-    torch.testing.assert_close(got, right, rtol=0, atol=0)
+    torch.testing.assert_close(actual, right, rtol=0, atol=0)
     assert wide[..., 64:].isnan().all()
 
 
@@ -487,11 +487,11 @@ def test_the_layers_of_a_tower_share_what_the_first_one_found(encodes, monkeypat
     backend = make_backend(layer, encodes=encodes)
     cu = indptr(9, 4), indptr(9, 4)
     first = ragged(backend, layer, [9, 4], [9, 4], cu=cu)
-    found = backend._layout if encodes else backend._ragged._lengths
+    result = backend._layout if encodes else backend._ragged._lengths
     for planned in () if encodes else backend._ragged._wrappers.values():
         monkeypatch.setattr(planned.wrapper, "plan", None)  # a second plan would fail
     again = ragged(backend, layer, [9, 4], [9, 4], cu=cu)
-    assert (backend._layout if encodes else backend._ragged._lengths) is found
+    assert (backend._layout if encodes else backend._ragged._lengths) is result
     monkeypatch.undo()
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     cu[0].copy_(indptr(4, 9))  # the same tensors, other lengths
@@ -587,8 +587,8 @@ def test_towers_of_one_shape_share_the_graphs_of_the_library(scale):
     heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q / scale, k, v))
     for tensors in ((fused[:, 0] / scale, fused[:, 1], fused[:, 2]), heads_first):
         other = make_backend(scaled, encodes=True)
-        got = other.forward_ragged(*tensors, scaled, cu, cu, 9, 9, causal=False)
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        actual = other.forward_ragged(*tensors, scaled, cu, cu, 9, 9, causal=False)
+        torch.testing.assert_close(actual, want, rtol=0, atol=0)
 
 
 def test_the_library_is_loaded_when_a_backend_is_created(monkeypatch):

@@ -110,10 +110,10 @@ def test_an_fp8_cache_is_read_with_rounded_queries(case, found, monkeypatch):
     inputs, q = that.inputs, that.inputs.q.clone()
     q[0, 0, 0] = 1e4  # a plain cast of it is NaN
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
-    assert got.isfinite().all()
-    for (given, *_, descale_q, descale_k), _ in calls:
-        assert given.dtype == torch.float8_e4m3fn
+    actual = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
+    assert actual.isfinite().all()
+    for (kwargs, *_, descale_q, descale_k), _ in calls:
+        assert kwargs.dtype == torch.float8_e4m3fn
         assert (descale_q.item(), descale_k.item()) == pytest.approx((1.0, 0.4))
     first, second = (args for args, _ in calls)
     assert second[0][0, 0, 0, 0].item() == 448.0

@@ -49,8 +49,8 @@ def spec():
 
 def checks(*names):
     """List the first check whose name begins with each of `names`."""
-    found = plan(spec(), BMG, XPU, kinds=("mha",), passes=10)
-    return [next(p for p in found if p.row and p.check.id.startswith(n)) for n in names]
+    result = plan(spec(), BMG, XPU, kinds=("mha",), passes=10)
+    return [next(p for p in result if p.row and p.check.id.startswith(n)) for n in names]
 
 
 # mistakes

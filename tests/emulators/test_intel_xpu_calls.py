@@ -96,8 +96,8 @@ def test_a_scale_lies_alone_in_its_memory():
 @pytest.mark.parametrize(("causal", "blind"), [(False, [0, 0, 1, 1, 0]), (True, [1, 0, 1, 1, 0])])
 def test_queries_without_keys(causal, blind):
     cu_seqlens, lengths = torch.tensor([0, 2, 4, 5, 5]).int(), torch.tensor([1, 0, 7, 0]).int()
-    found = tensors.without_keys(cu_seqlens, lengths, 5, causal=causal)
-    assert found.tolist() == list(map(bool, blind))
+    result = tensors.without_keys(cu_seqlens, lengths, 5, causal=causal)
+    assert result.tolist() == list(map(bool, blind))
 
 
 LAYER = AttentionLayer(
@@ -135,8 +135,8 @@ class Serving:
 def test_padding_that_makes_a_pass_look_even():
     serving = Serving()
     right = serving.attend(batch_of(EXTEND, [3, 1]))
-    got = serving.attend(batch_of(EXTEND, [3, 1], rows=6))
-    assert torch.equal(got[:4], right)
+    actual = serving.attend(batch_of(EXTEND, [3, 1], rows=6))
+    assert torch.equal(actual[:4], right)
 
 
 @pytest.mark.parametrize("mode", [EXTEND, DECODE])

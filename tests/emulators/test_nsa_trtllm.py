@@ -61,8 +61,8 @@ class Pass:
 
     def check(self, *, preallocated=False):
         """Run the pass and compare every number."""
-        got = attend(self.backend, self.inputs, preallocated=preallocated, return_lse=False)
-        compare(got, self.right, self.inputs.real_tokens, torch.bfloat16, "output")
+        actual = attend(self.backend, self.inputs, preallocated=preallocated, return_lse=False)
+        compare(actual, self.right, self.inputs.real_tokens, torch.bfloat16, "output")
 
 
 @pytest.fixture

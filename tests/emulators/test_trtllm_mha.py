@@ -218,8 +218,8 @@ def test_a_dense_table_is_read_where_it_lies():
 
 
 def test_an_lse_of_prefill_leaves_the_counters_of_decode_alone():
-    whole, decode = CASES["prefill-edges"], CASES["decode-edges"]
-    for case in (decode, whole, decode, CASES["sinks-decode"]):
+    full, decode = CASES["prefill-edges"], CASES["decode-edges"]
+    for case in (decode, full, decode, CASES["sinks-decode"]):
         run("sm100", case)  # the emulated kernel looks whether its counters are 0
 
 
@@ -275,9 +275,9 @@ def test_what_is_given_as_out_may_have_gaps():
     wide = inputs.q.new_full((*inputs.q.shape[:2], 128), torch.nan)
     out = wide[..., 32:96]
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward(
+    actual = backend.forward(
         inputs.q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata, out=out
     )
-    assert got is out
+    assert actual is out
     assert (out.double() - truth[0]).abs().max() < 0.02
     assert wide[..., :32].isnan().all()

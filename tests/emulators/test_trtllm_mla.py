@@ -73,10 +73,10 @@ def test_a_request_whose_prefix_has_no_more_chunks_sees_nothing(return_lse):
     tensors, indptr = ragged(query_lens, key_lens)
     dims = {"num_kv_heads": 4, "head_dim": 192, "v_head_dim": 128, "scale": 192**-0.5}
     layer = dataclasses.replace(that.inputs.layer, **dims)
-    got = that.backend().forward_ragged(
+    actual = that.backend().forward_ragged(
         *tensors, layer, *indptr, 9, 30, causal=False, return_lse=return_lse
     )
-    out, lse = got if return_lse else (got, None)
+    out, lse = actual if return_lse else (actual, None)
     right, sums = attend_ragged(*tensors, query_lens, key_lens, layer.scale)
     torch.testing.assert_close(out.float(), right.nan_to_num(), rtol=0, atol=2e-2)
     if return_lse:
@@ -127,8 +127,8 @@ def test_an_fp8_cache_is_read_with_rounded_queries_ragged_ones_too(case, monkeyp
     backend, inputs, q = that.backend(), that.inputs, that.inputs.q.clone()
     q[0, 0, 0] = 1e4  # a plain cast of it is NaN
     metadata = backend.init_forward_metadata(inputs.batch)
-    got = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
-    assert got[: inputs.real_tokens].isfinite().all()
+    actual = backend.forward(q, None, None, inputs.layer, inputs.cache, inputs.batch, metadata)
+    assert actual[: inputs.real_tokens].isfinite().all()
     for args, more in calls:
         assert args[0].dtype == torch.float8_e4m3fn
         scales = more["bmm1_scale"], more["bmm2_scale"]

@@ -68,9 +68,9 @@ def row_of(backend, mode):
 
 def every(*modes):
     """Ask each backend for the modes that it serves."""
-    asked = [(b, mode) for b in BACKENDS for mode in modes if row_of(b, mode)]
-    ids = ["-".join((*b, mode.value)) for b, mode in asked]
-    return pytest.mark.parametrize(("backend", "mode"), asked, ids=ids)
+    requested = [(b, mode) for b in BACKENDS for mode in modes if row_of(b, mode)]
+    ids = ["-".join((*b, mode.value)) for b, mode in requested]
+    return pytest.mark.parametrize(("backend", "mode"), requested, ids=ids)
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +138,8 @@ def test_queries_of_any_strides(backend, mode, form):
     ugly = dataclasses.replace(inputs, q=form(inputs.q))
     assert torch.equal(ugly.q, inputs.q)
     assert ugly.q.stride(-1) == 1
-    got, _ = attend(that, ugly)
-    assert torch.equal(got, right)
+    actual, _ = attend(that, ugly)
+    assert torch.equal(actual, right)
 
 
 @every(*LENGTHS)
@@ -151,8 +151,8 @@ def test_a_page_table_that_is_a_slice(backend, mode):
     wide = torch.full((rows + 2, width + 5), 1 << 30, dtype=torch.int32)
     wide[:rows, :width] = view.page_table
     views = {"full": dataclasses.replace(view, page_table=wide[:rows, :width])}
-    got, _ = attend(that, inputs, batch=dataclasses.replace(inputs.batch, views=views))
-    assert torch.equal(got, right)
+    actual, _ = attend(that, inputs, batch=dataclasses.replace(inputs.batch, views=views))
+    assert torch.equal(actual, right)
 
 
 def stacked(x, other):
@@ -179,11 +179,11 @@ def test_pages_that_are_parts_of_a_larger_tensor(backend, mode, form, pages):
     v = None if of.v is None else form(of.v, of.k)
     cache = dataclasses.replace(of, k=form(of.k, of.k if of.v is None else of.v), v=v)
     try:
-        got, _ = attend(that, dataclasses.replace(inputs, k=None, v=None), cache=cache)
+        actual, _ = attend(that, dataclasses.replace(inputs, k=None, v=None), cache=cache)
     except UnsupportedError as error:
         assert "strides" in str(error)  # noqa: PT017  # other backends have to be right
         return
-    assert torch.equal(got, right)
+    assert torch.equal(actual, right)
 
 
 @pytest.mark.parametrize("pages", [1, 2])
@@ -204,11 +204,11 @@ def test_keys_and_values_at_different_strides(backend, mode, pages):
     ):
         assert cache.k.stride() != cache.v.stride()
         try:
-            got, _ = attend(that, plain, cache=cache)
+            actual, _ = attend(that, plain, cache=cache)
         except UnsupportedError as error:
             assert "strides" in str(error)  # noqa: PT017  # other backends have to be right
             continue
-        assert torch.equal(got, right)
+        assert torch.equal(actual, right)
 
 
 @every(DECODE)
@@ -220,8 +220,8 @@ def test_pages_that_move_are_read_where_they_lie_now(backend, mode):
     for pages in (x for x in (cache.k, cache.v) if x is not None):
         old, pages.data = pages.data, pages.data.clone()
         raw(old).zero_()
-    got, _ = attend(that, plain, cache=cache)
-    assert torch.equal(got, right)
+    actual, _ = attend(that, plain, cache=cache)
+    assert torch.equal(actual, right)
 
 
 @every(DECODE)
@@ -235,11 +235,11 @@ def test_a_layer_of_more_heads_than_were_planned_is_right_or_refused(backend, mo
     big, _ = made(backend, mode, heads=(8, 2))
     right, _ = attend(big, inputs)
     try:
-        got, _ = attend(small, inputs)
+        actual, _ = attend(small, inputs)
     except BackendError as error:
         assert "was not planned" in str(error)  # noqa: PT017  # others have to be right
         return
-    assert torch.equal(got, right)
+    assert torch.equal(actual, right)
 
 
 @every(DECODE)
@@ -258,8 +258,8 @@ def test_one_token_of_one_request_in_one_page(backend, mode):
         )
     }
     batch = dataclasses.replace(inputs.batch, views=views)
-    got, _ = attend(that, dataclasses.replace(inputs, q=apart(inputs.q)), batch=batch)
-    assert torch.equal(got, right)
+    actual, _ = attend(that, dataclasses.replace(inputs, q=apart(inputs.q)), batch=batch)
+    assert torch.equal(actual, right)
 
 
 @every(EXTEND)
@@ -278,8 +278,8 @@ def test_a_request_without_queries(backend, mode):
         )
         queries = inputs.q[first : first + tokens]
         part = dataclasses.replace(inputs, q=queries, k=None, v=None, batch=batch)
-        got, _ = attend(that, part, cache=inputs.after)
-        torch.testing.assert_close(got, right[first : first + tokens], rtol=2e-2, atol=2e-2)
+        actual, _ = attend(that, part, cache=inputs.after)
+        torch.testing.assert_close(actual, right[first : first + tokens], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("requests", [0, 2])

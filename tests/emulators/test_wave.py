@@ -54,10 +54,10 @@ def spec():
 
 def checks(*wanted):
     """List the checks whose name begins with one of `wanted`."""
-    found = plan(spec(), parse_device("rocm:gfx942"), WAVE, passes=10)
-    asked = [p for p in found if p.row and p.check.id.startswith(wanted)]
-    assert asked
-    return asked
+    result = plan(spec(), parse_device("rocm:gfx942"), WAVE, passes=10)
+    requested = [p for p in result if p.row and p.check.id.startswith(wanted)]
+    assert requested
+    return requested
 
 
 def run(planned):
@@ -161,10 +161,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "wanted"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_mistake_in_the_wrapper_is_seen(mistake, wanted, monkeypatch):
-    asked = [p for w in wanted for p in checks(w)[:1]]
-    for planned in asked:
+    requested = [p for w in wanted for p in checks(w)[:1]]
+    for planned in requested:
         run(planned)
     mistake(monkeypatch)
-    for planned in asked:
+    for planned in requested:
         with pytest.raises(CheckFailed):
             run(planned)

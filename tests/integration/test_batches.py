@@ -149,8 +149,8 @@ def test_tokens_equal_those_of_each_prompt_alone(
     ],
 )
 def test_a_window_need_not_be_whole_blocks(name: str, window: int, size: int, tokens: int) -> None:
-    got = batch(ours(name, sliding_window=window), size=size, tokens=tokens)
-    assert got == alone(name, sliding_window=window)
+    actual = batch(ours(name, sliding_window=window), size=size, tokens=tokens)
+    assert actual == alone(name, sliding_window=window)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
@@ -273,12 +273,12 @@ def test_requests_that_were_evicted_start_over(name: str, monkeypatch: pytest.Mo
 
 
 def test_prefixes_and_forks_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
+    result: list[int] = []
     search = PagedAttentionCache.search_prefix_match
     monkeypatch.setattr(
         PagedAttentionCache,
         "search_prefix_match",
-        lambda self, *a: (found.append(search(self, *a)), found[-1])[1],
+        lambda self, *a: (result.append(search(self, *a)), result[-1])[1],
     )
     forked: list[int] = []
     fork = RequestState.fork
@@ -288,7 +288,7 @@ def test_prefixes_and_forks_share_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     prompts = [[*PROMPTS[2], 7, 8], [*PROMPTS[2], 9], PROMPTS[2]]
     model = ours("llama")
     assert batch(model, prompts, tokens=12) == alone("llama", prompts)
-    assert max(found) >= 24
+    assert max(result) >= 24
     how = sampling(num_return_sequences=3, do_sample=True, top_k=1)
     outputs = model.generate_batch(
         prompts[:1], generation_config=how, continuous_batching_config=options()

@@ -96,11 +96,11 @@ def test_parallel_samples_share_the_prompt(llama: Any) -> None:
     with sharing(llama) as engine:
         passes = watch(engine)
         torch.manual_seed(5)
-        got = generate(llama, prompt(77), **how)
+        actual = generate(llama, prompt(77), **how)
         gc.collect()
         assert engine.num_held == 0
-    assert torch.equal(got, expected)
-    assert len({tuple(row) for row in got.tolist()}) > 1
+    assert torch.equal(actual, expected)
+    assert len({tuple(row) for row in actual.tolist()}) > 1
     assert [held for held, _ in passes] == [4 + 4, 4 + 4, 4 + 4]  # whole pages and own last pages
     assert [groups for _, groups in passes[1:]] == [[4], [4]]
 
@@ -110,8 +110,8 @@ def test_beams_share_the_prompt(llama: Any) -> None:
     expected = generate(llama, prompt(70), **how)
     with sharing(llama) as engine:
         passes = watch(engine)
-        got = generate(llama, prompt(70), **how)
-    assert torch.equal(got, expected)
+        actual = generate(llama, prompt(70), **how)
+    assert torch.equal(actual, expected)
     assert passes[0][0] == 4 + 3
     assert all(groups == [3] for _, groups in passes[1:])
 
@@ -126,8 +126,8 @@ def test_a_batch_with_a_common_beginning(llama: Any) -> None:
     expected = generate(llama, ids)
     with sharing(llama) as engine:
         passes = watch(engine)
-        got = generate(llama, ids)
-    assert torch.equal(got, expected)
+        actual = generate(llama, ids)
+    assert torch.equal(actual, expected)
     assert passes[0][0] == 4 + sum(num_pages_for(n, PAGE) - 4 for n in (75, 96, 67)) + 3
     assert [groups for _, groups in passes[1:]] == [[3], [3]]
 
@@ -140,8 +140,8 @@ def test_positions_that_differ_share_nothing(llama: Any) -> None:
         expected = llama(ids, attention_mask=mask).logits
         with sharing(llama) as engine:
             passes = watch(engine)
-            got = llama(ids, attention_mask=mask).logits
-            torch.testing.assert_close(got[mask.bool()], expected[mask.bool()])
+            actual = llama(ids, attention_mask=mask).logits
+            torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
             llama(prompt(40).repeat(2, 1))
     assert [held for held, _ in passes] == [6, 4]
 
@@ -152,10 +152,10 @@ def test_windows_share_too() -> None:
     ids = torch.cat([prompt(50).repeat(2, 1), prompt(50, seed=9)])
     expected = generate(model, ids, max_new_tokens=20)
     with enable(model, select(model), num_pages=16) as engine:
-        got = generate(model, ids, max_new_tokens=20)
+        actual = generate(model, ids, max_new_tokens=20)
         gc.collect()
         assert engine.num_held == 0
-    assert torch.equal(got, expected)
+    assert torch.equal(actual, expected)
 
 
 def select(model: Any) -> Any:
@@ -180,9 +180,9 @@ def test_a_first_pass_that_failed_leaves_no_shared_pages(llama: Any) -> None:
         with pytest.raises(RuntimeError, match="a kernel fails"):
             llama(prompt(40).repeat(2, 1), past_key_values=cache)
         engine.dispatcher.forward = forward  # type: ignore[method-assign]
-        got = llama(both, past_key_values=cache).logits
+        actual = llama(both, past_key_values=cache).logits
         assert engine.num_held == 6
-        torch.testing.assert_close(got, llama(both).logits)
+        torch.testing.assert_close(actual, llama(both).logits)
 
 
 def test_few_pages_serve_many_samples(llama: Any) -> None:
@@ -206,9 +206,9 @@ def test_rows_go_apart_after_a_crop(llama: Any) -> None:
         cache = llama(prompt(64).repeat(3, 1)).past_key_values
         cache.crop(-9)
         new = torch.cat([prompt(9, seed=s) for s in (1, 2, 3)])
-        got = llama(new, past_key_values=cache).logits
-        whole = torch.cat([prompt(64)[:, :55].repeat(3, 1), new], 1)
-        torch.testing.assert_close(got, llama(whole).logits[:, 55:])
+        actual = llama(new, past_key_values=cache).logits
+        full = torch.cat([prompt(64)[:, :55].repeat(3, 1), new], 1)
+        torch.testing.assert_close(actual, llama(full).logits[:, 55:])
 
 
 def test_the_switch_is_obeyed(llama: Any) -> None:
@@ -246,8 +246,8 @@ def test_prompts_are_found_as_a_plain_comparison_finds_them(seed: int) -> None:
             n += 1
         return n // page * page
 
-    found = common_prompts(ids[..., None], real, page)
-    for i, (source, shared_tokens) in enumerate(found):
+    result = common_prompts(ids[..., None], real, page)
+    for i, (source, shared_tokens) in enumerate(result):
         best = max((common(texts[i], texts[j]) for j in range(i)), default=0)
         assert shared_tokens == best
         assert common(texts[i], texts[source]) >= best

@@ -120,8 +120,8 @@ def test_logits_of_a_prompt_beyond_the_trained_length(trained: int) -> None:
         with by_definition(model, f):
             want = model(row[None], use_cache=False).logits
         with enable(model, page_size=4):
-            got = model(row[None]).logits
-    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+            actual = model(row[None]).logits
+    torch.testing.assert_close(actual, want, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("option", [{"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}])
@@ -132,8 +132,8 @@ def test_prompts_in_parts_and_drafts_are_refused_beyond_the_trained_length(optio
             engine._model.generate(**rows, **option)
         assert engine.num_held == 0
     with enable(model_of(original_max_position_embeddings=200), page_size=4) as engine:
-        whole, cut = (engine._model.generate(**rows, **more) for more in ({}, option))
-    assert torch.equal(whole, cut)  # nothing is scaled there
+        full, cut = (engine._model.generate(**rows, **more) for more in ({}, option))
+    assert torch.equal(full, cut)  # nothing is scaled there
 
 
 def test_a_prompt_after_tokens_of_the_cache_is_refused_beyond_the_trained_length() -> None:
@@ -143,11 +143,11 @@ def test_a_prompt_after_tokens_of_the_cache_is_refused_beyond_the_trained_length
         model(row[:, 16:19], past_key_values=cache)
         with pytest.raises(UnsupportedError, match=r"2 tokens at once, after 19 in"):
             model(row[:, 19:21], past_key_values=cache)
-        got = [model(row[:, i : i + 1], past_key_values=cache).logits for i in (19, 20)]
+        actual = [model(row[:, i : i + 1], past_key_values=cache).logits for i in (19, 20)]
     with enable(model, page_size=4), torch.no_grad():
         cache = model(row[:, :19]).past_key_values
         want = [model(row[:, i : i + 1], past_key_values=cache).logits for i in (19, 20)]
-    torch.testing.assert_close(got, want)  # the cache goes on from where it was
+    torch.testing.assert_close(actual, want)  # the cache goes on from where it was
 
 
 def test_padding_and_missing_position_ids_change_nothing() -> None:
@@ -185,7 +185,7 @@ def test_a_sparse_prompt_with_all_lines_is_dense_and_with_few_is_not() -> None:
             want = model(row, use_cache=False).logits
         with enable(model, page_size=4) as engine, torch.no_grad():
             assert engine.layers[0].query_shape[0] == 5
-            got = model(row).logits
-        logits.append((got, want))
+            actual = model(row).logits
+        logits.append((actual, want))
     torch.testing.assert_close(*logits[0], atol=2e-3, rtol=1e-4)
     assert not torch.allclose(*logits[1], atol=2e-3, rtol=1e-4)

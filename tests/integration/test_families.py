@@ -73,10 +73,10 @@ def test_bf16_is_as_near_to_the_truth_as_eager(name: str) -> None:
 
     eager = logits(torch.bfloat16)
     with enable(model, page_size=16):
-        got = logits(torch.bfloat16)
+        actual = logits(torch.bfloat16)
     model.float()
     truth = logits(torch.float32)
-    errors = [(x - truth).square().mean().sqrt() for x in (got, eager)]
+    errors = [(x - truth).square().mean().sqrt() for x in (actual, eager)]
     assert 0 < errors[0] <= 2 * errors[1]
 
 
@@ -191,10 +191,10 @@ def test_fp8_is_the_rounding_and_nothing_else(
     ).abs().max()
     assert bound > 0
     with enable(model, page_size=16, kv_cache_dtype=store) as engine:
-        got = generate(model, inputs, **how)
+        actual = generate(model, inputs, **how)
         assert engine.dispatcher.caches.layer(engine.layers[0].layer_id).k.dtype == dtype
-    assert torch.equal(got.sequences, rounded.sequences)
-    for a, b in zip(got.logits, rounded.logits, strict=True):
+    assert torch.equal(actual.sequences, rounded.sequences)
+    for a, b in zip(actual.logits, rounded.logits, strict=True):
         assert (a - b).abs().max() <= bound
 
 
@@ -362,13 +362,13 @@ def test_assisted_generation_equals_eager(name: str) -> None:
 def test_a_crop_behind_the_window_needs_its_pages() -> None:
     model, ids = tiny("gemma2"), inputs_of("gemma2")["input_ids"][:1]
     with torch.no_grad(), enable(model, page_size=4) as engine:
-        whole = model(ids).logits
+        full = model(ids).logits
         cache = model(ids).past_key_values
         gc.collect()
         assert engine.pages["window"].num_held == 2  # tokens 4 to 12
         cache.crop(-1)  # the next token, the 12th, sees 5 to 12
-        got = model(ids[:, 11:], past_key_values=cache).logits
-        torch.testing.assert_close(got, whole[:, 11:])
+        actual = model(ids[:, 11:], past_key_values=cache).logits
+        torch.testing.assert_close(actual, full[:, 11:])
         before = engine.num_held
         with pytest.raises(UnsupportedError, match=r"crop to 10 of 12 .* window of 8 were given"):
             cache.crop(-2)
@@ -378,8 +378,8 @@ def test_a_crop_behind_the_window_needs_its_pages() -> None:
         cache.activate_past_recording()
         model(ids, past_key_values=cache)
         cache.crop(-6)
-        got = model(ids[:, 6:], past_key_values=cache).logits
-        torch.testing.assert_close(got, whole[:, 6:])
+        actual = model(ids[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(actual, full[:, 6:])
         cache.crop(0)  # as in transformers: what is behind the window now goes
         assert engine.pages["window"].num_held == 2
 
@@ -434,7 +434,7 @@ def test_the_vision_tower_attends_ragged() -> None:
 
 def test_threads_take_turns_in_the_vision_tower() -> None:
     model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
-    expected, inside, most, got = generate(model, inputs, max_new_tokens=4), [], [0], []
+    expected, inside, most, actual = generate(model, inputs, max_new_tokens=4), [], [0], []
     with enable(model, page_size=16) as engine:
         ragged = engine.dispatcher.forward_ragged
 
@@ -448,7 +448,9 @@ def test_threads_take_turns_in_the_vision_tower() -> None:
 
         engine.dispatcher.forward_ragged = slow
         threads = [
-            threading.Thread(target=lambda: got.append(generate(model, inputs, max_new_tokens=4)))
+            threading.Thread(
+                target=lambda: actual.append(generate(model, inputs, max_new_tokens=4))
+            )
             for _ in range(2)
         ]
         for thread in threads:
@@ -456,8 +458,8 @@ def test_threads_take_turns_in_the_vision_tower() -> None:
         for thread in threads:
             thread.join()
     assert most == [1]
-    assert len(got) == 2
-    assert all(torch.equal(x, expected) for x in got)
+    assert len(actual) == 2
+    assert all(torch.equal(x, expected) for x in actual)
 
 
 def test_the_vision_tower_refuses_a_backward_pass() -> None:
@@ -491,13 +493,13 @@ def test_a_prompt_in_chunks_is_the_prompt() -> None:
         model, inputs = tiny(name), inputs_of(name)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.no_grad(), enable(model, page_size=4):
-            whole = model(ids, attention_mask=mask).logits[:, -1]
+            full = model(ids, attention_mask=mask).logits[:, -1]
             cache = DynamicCache(config=model.config)
             for end in (5, 11, 12):
                 start = cache.get_seq_length()
                 part = {"attention_mask": mask[:, :end], "past_key_values": cache}
                 out = model(ids[:, start:end], **part).logits
-        torch.testing.assert_close(out[:, -1], whole, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(out[:, -1], full, msg=lambda text, name=name: name + text)
 
 
 def unsupported() -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from attn_core.integrations.transformers import chat as chat_module  # noqa: E40
 from attn_core.integrations.transformers import checkpoint  # noqa: E402
 from attn_core.integrations.transformers import generate as text_module  # noqa: E402
 from attn_core.integrations.transformers.generate import encode, generate, load  # noqa: E402
+from attn_core.integrations.transformers.text_streamer import TextStreamer  # noqa: E402
 from attn_core.runtime.backend import AttentionBackend  # noqa: E402
 from attn_core.selection.result import Overrides  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -165,7 +166,7 @@ def test_characters_come_whole() -> None:
 
     said = "naïve 世界 🙂!"
     pieces: list[str] = []
-    stream = text_module._Stream(Bytes(), pieces.append)
+    stream = TextStreamer(Bytes(), pieces.append)
     stream.put(torch.tensor([[1, 2, 3]]))  # the prompt is not shown
     for byte in said.encode():
         stream.put(torch.tensor([byte]))
@@ -234,8 +235,8 @@ def test_the_context_is_a_limit(tmp_path: Path, attn: Attn) -> None:
     ],
 )
 def test_bad_flags(model: Path, attn: Attn, args: list[str], code: int, message: str) -> None:
-    got, out, err = attn("--model-path", model, *args)
-    assert (got, out) == (code, "")
+    actual, out, err = attn("--model-path", model, *args)
+    assert (actual, out) == (code, "")
     assert message in err
     assert "Traceback" not in err
 

@@ -97,9 +97,9 @@ def test_new_weights_are_seen_at_once(name: str) -> None:
     with enable(model):
         before = generate(model, inputs, **FEW)
         model.load_state_dict({k: x * 1.2 for k, x in model.state_dict().items()})
-        got = generate(model, inputs, **FEW)
-    assert torch.equal(got, generate(model, inputs, **FEW))
-    assert not torch.equal(got, before)
+        actual = generate(model, inputs, **FEW)
+    assert torch.equal(actual, generate(model, inputs, **FEW))
+    assert not torch.equal(actual, before)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -26,9 +26,9 @@ BEST, NEXT = "torch_native", "flex_attention"  # by priority, for float32 on a C
 
 def without(name: str) -> Registry:
     """Return what is installed on a rank where one plugin is missing."""
-    found = load_plugins()
-    rest = {key: spec for key, spec in found.backends.items() if key[1] != name}
-    return replace(found, backends=rest)
+    result = load_plugins()
+    rest = {key: spec for key, spec in result.backends.items() if key[1] != name}
+    return replace(result, backends=rest)
 
 
 def measured(us: dict[str, float]) -> Profile:
@@ -72,10 +72,10 @@ def chosen(rank: int, size: int, case: str) -> tuple[Any, list[str]]:
     ):
         try:
             device = torch.device("cpu")
-            found, _ = choice.choose(NEEDS, device, ranks=dist.group.WORLD)
+            result, _ = choice.choose(NEEDS, device, ranks=dist.group.WORLD)
         except AttnError as error:
             return f"{type(error).__name__}: {error}", said
-    return {role: x.backend for role, x in found.roles.items()}, said
+    return {role: x.backend for role, x in result.roles.items()}, said
 
 
 def every(rank: int, size: int) -> dict[str, tuple[Any, list[str]]]:
@@ -104,8 +104,8 @@ def test_what_one_rank_lacks_none_uses_and_one_says_so(
     ranks: list[dict[str, Any]], case: str, why: str
 ) -> None:
     for number, rank in enumerate(ranks):
-        found, said = rank[case]
-        assert found == {"prefill": NEXT, "decode": NEXT}
+        result, said = rank[case]
+        assert result == {"prefill": NEXT, "decode": NEXT}
         assert len(said) == (number == 0)
     [text] = ranks[0][case][1]
     assert f"no rank uses {BEST}: rank {len(ranks) - 1} lacks it ({why}" in text
@@ -120,8 +120,8 @@ def test_a_named_backend_is_not_replaced(ranks: list[dict[str, Any]]) -> None:
 def test_an_error_of_one_rank_is_one_of_all(ranks: list[dict[str, Any]]) -> None:
     assert ranks[-1]["wrong"][0].startswith("UsageError: ATTN_SHARED_PREFIX=yes")
     for rank in ranks[:-1]:
-        found = rank["wrong"][0]
-        assert found.startswith(f"UsageError: rank {len(ranks) - 1} cannot serve: UsageError")
+        result = rank["wrong"][0]
+        assert result.startswith(f"UsageError: rank {len(ranks) - 1} cannot serve: UsageError")
 
 
 def test_ranks_with_other_profiles_stop(ranks: list[dict[str, Any]]) -> None:

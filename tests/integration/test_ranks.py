@@ -62,9 +62,9 @@ def test_all_ranks_hold_the_same_bits(rows: list[Row]) -> None:
 
 
 def test_captured_passes_of_two_ranks_replay_other_lengths() -> None:
-    found = list(judge(SMALL, 2, on_ranks(2, captured)))
-    assert [row["pass"] for row in found] == list(GRAPHS)
-    for row in found:
+    result = list(judge(SMALL, 2, on_ranks(2, captured)))
+    assert [row["pass"] for row in result] == list(GRAPHS)
+    for row in result:
         assert row["passed"], row
 
 
@@ -85,9 +85,9 @@ def wrong_merge(rank: int, size: int) -> dict[Any, Any]:
 
 def own_bits(rank: int, size: int) -> dict[Any, Any]:
     """Let one rank hold another bit."""
-    found = attend(rank, size, PROBLEM, ("torch_native",), ("heads",))
-    found["torch_native", "heads"][0][0][0, 0, 0] += rank * 1e-7
-    return found
+    result = attend(rank, size, PROBLEM, ("torch_native",), ("heads",))
+    result["torch_native", "heads"][0][0][0, 0, 0] += rank * 1e-7
+    return result
 
 
 @pytest.mark.parametrize(("fault", "same"), [(wrong_merge, True), (own_bits, False)])

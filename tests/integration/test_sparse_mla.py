@@ -73,8 +73,8 @@ def test_padding_is_neither_stored_nor_selected(name: str, side: str) -> None:
     with torch.no_grad(), enable(model, page_size=4) as engine:
         out = model(padded, attention_mask=mask, position_ids=positions, use_cache=True)
         assert engine.num_held == sum(-(-n // 4) for n in lens)
-    for got, place, expected in zip(out.logits, places, alone, strict=True):
-        close(got[place], expected)
+    for actual, place, expected in zip(out.logits, places, alone, strict=True):
+        close(actual[place], expected)
 
 
 def test_the_selection_makes_the_difference(name: str) -> None:
@@ -106,9 +106,9 @@ class Watch:
         choose, forward = engine.dispatcher.index_topk, engine.dispatcher.forward
 
         def index_topk(q: Any, k: Any, w: Any, layer: Any, batch: Any, plan: Any) -> Any:
-            found = choose(q, k, w, layer, batch, plan)
-            self.selected.append((batch.forward_mode, layer.layer_id, found))
-            return found
+            result = choose(q, k, w, layer, batch, plan)
+            self.selected.append((batch.forward_mode, layer.layer_id, result))
+            return result
 
         def attend(q: Any, k: Any, v: Any, layer: Any, batch: Any, plan: Any, **how: Any) -> Any:
             self.attended.append((batch.forward_mode, layer.layer_id, how.get("topk_indices")))

@@ -122,8 +122,8 @@ def test_forward_gives_the_logits_of_eager(
     with torch.no_grad():
         expected = llama(ids, attention_mask=mask).logits
         with enable(llama, page_size=16) as engine:
-            got = llama(ids, attention_mask=None if side == "none" else mask)
-            assert got.past_key_values is not None
+            actual = llama(ids, attention_mask=None if side == "none" else mask)
+            assert actual.past_key_values is not None
             uncached = llama(ids, attention_mask=mask, use_cache=False)
             assert uncached.past_key_values is None
             as_tuple = llama(ids, attention_mask=mask, use_cache=False, return_dict=False)
@@ -134,7 +134,7 @@ def test_forward_gives_the_logits_of_eager(
         alone = [row[keep][None] for row, keep in zip(ids, real, strict=True) if keep.any()]
         truth = torch.cat([exact(request).logits[0] for request in alone])
     budget = 2 * (expected[real] - truth).abs().max() + 1e-6
-    for logits in (got.logits, uncached.logits, as_tuple[0]):
+    for logits in (actual.logits, uncached.logits, as_tuple[0]):
         assert (logits[real] - truth).abs().max() <= budget
 
 
@@ -156,8 +156,8 @@ def test_turns_go_on_from_the_cache(
     expected, _ = talk()
     with enable(llama, page_size=page_size) as engine:
         batches, _ = spy(engine)
-        got, cache = talk()
-        assert torch.equal(got, expected)
+        actual, cache = talk()
+        assert torch.equal(actual, expected)
         second = next(b for b in batches[1:] if b.forward_mode is ForwardMode.EXTEND)
         # the last token of a turn is not in the cache yet: one more than the new ones
         assert second.query_lens_host == (8, 8, 8)
@@ -170,7 +170,7 @@ def test_turns_go_on_from_the_cache(
 def test_a_prompt_in_chunks_is_the_prompt(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     with torch.no_grad(), enable(llama, page_size=16):
-        whole = llama(ids, attention_mask=mask).logits[:, -1]
+        full = llama(ids, attention_mask=mask).logits[:, -1]
         cache = DynamicCache(config=llama.config)
         for end in (1, 5, 11, 12):  # the first chunks of the short prompts are padding only
             start = cache.get_seq_length()
@@ -178,7 +178,7 @@ def test_a_prompt_in_chunks_is_the_prompt(llama: Any, prompts: dict[str, torch.T
                 ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache
             ).logits
         assert cache.get_seq_length() == 12
-    torch.testing.assert_close(out[:, -1], whole)
+    torch.testing.assert_close(out[:, -1], full)
 
 
 def test_the_cache_of_a_call_is_found_by_each_of_its_names(llama: Any) -> None:
@@ -191,14 +191,14 @@ def test_the_cache_of_a_call_is_found_by_each_of_its_names(llama: Any) -> None:
     assert take_cache({}) is None
     ids = torch.randint(2, 110, (1, 12), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        whole = llama.model(ids).last_hidden_state[:, -1]
+        full = llama.model(ids).last_hidden_state[:, -1]
         with enable(llama, page_size=4):
             for name in CACHE_NAMES[:2]:
                 cache = DynamicCache(config=llama.config)
                 llama.model(ids[:, :7], **{name: cache})
                 out = llama.model(ids[:, 7:], **{name: cache}).last_hidden_state
                 assert cache.get_seq_length() == 12
-                torch.testing.assert_close(out[:, -1], whole)
+                torch.testing.assert_close(out[:, -1], full)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -242,9 +242,9 @@ def test_rearranged_caches_hold_what_their_rows_say(
         more = torch.randint(2, 110, (4, 6))
         ids2 = torch.cat([ids[rows, :9], more], 1)
         mask2 = torch.cat([mask[rows, :9], torch.ones_like(more)], 1)
-        got = llama(more, attention_mask=mask2, past_key_values=cache).logits
+        actual = llama(more, attention_mask=mask2, past_key_values=cache).logits
         fresh = llama(ids2, attention_mask=mask2, use_cache=False).logits[:, 9:]
-        torch.testing.assert_close(got, fresh)
+        torch.testing.assert_close(actual, fresh)
         cache.reset()
         assert engine.num_held == 0
         assert cache.get_seq_length() == 0
@@ -256,14 +256,14 @@ def test_a_mask_selects_rows_as_it_does_of_tensors(
 ) -> None:
     ids, mask, kept = prompts["input_ids"], prompts["attention_mask"], torch.tensor(rows)
     more = torch.randint(2, 110, (int(kept.sum()), 3))
-    whole = torch.cat([mask[kept], torch.ones_like(more)], 1)
+    full = torch.cat([mask[kept], torch.ones_like(more)], 1)
 
     def logits() -> torch.Tensor:
         cache = llama(ids, attention_mask=mask, use_cache=True).past_key_values
         cache.batch_select_indices(kept)
         if not kept.any():
             return torch.zeros(0)
-        return llama(more, attention_mask=whole, past_key_values=cache).logits
+        return llama(more, attention_mask=full, past_key_values=cache).logits
 
     with torch.no_grad():
         expected = logits()
@@ -299,7 +299,7 @@ def test_a_cache_whose_first_pass_failed_takes_fewer_rows(
         cache = DynamicCache(config=llama.config)
         with pytest.raises(OutOfPagesError):
             llama(ids, attention_mask=mask, past_key_values=cache)
-        got = llama(ids[:1], attention_mask=mask[:1], past_key_values=cache).logits
+        actual = llama(ids[:1], attention_mask=mask[:1], past_key_values=cache).logits
         assert engine.num_held == 3
         with pytest.raises(BatchError, match="2 rows for a cache of 1"):
             llama(ids[:2, :1], past_key_values=cache)
@@ -307,7 +307,7 @@ def test_a_cache_whose_first_pass_failed_takes_fewer_rows(
         llama(ids[1:, -4:], attention_mask=mask[1:, -4:], past_key_values=cache)
         assert engine.num_held == 2
     with torch.no_grad():
-        torch.testing.assert_close(got, llama(ids[:1]).logits)
+        torch.testing.assert_close(actual, llama(ids[:1]).logits)
 
 
 def test_a_pool_beyond_the_memory_is_refused(llama: Any) -> None:
@@ -334,8 +334,8 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(
             llama(one[:, :9], past_key_values=cache)
         engine.dispatcher.forward = forward
         assert cache.get_seq_length() == 6
-        got = llama(one[:, 6:], past_key_values=cache).logits
-        torch.testing.assert_close(got, llama(one).logits[:, 6:])
+        actual = llama(one[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(actual, llama(one).logits[:, 6:])
 
 
 def test_the_pool_grows_under_a_live_cache(llama: Any, prompts: dict[str, torch.Tensor]) -> None:
@@ -346,8 +346,8 @@ def test_the_pool_grows_under_a_live_cache(llama: Any, prompts: dict[str, torch.
         big = torch.randint(2, 110, (8, 300))
         other = llama(big).past_key_values
         assert engine.pages["full"].total > before
-        got = llama(one[:, 9:], past_key_values=cache).logits
-        torch.testing.assert_close(got, llama(one).logits[:, 9:])
+        actual = llama(one[:, 9:], past_key_values=cache).logits
+        torch.testing.assert_close(actual, llama(one).logits[:, 9:])
         assert engine.num_held == 8 * 19 + 1
         del other
 
@@ -384,7 +384,7 @@ def test_disable_gives_the_model_back(prompts: dict[str, torch.Tensor]) -> None:
     with pytest.raises(UnsupportedError, match="after disable"):
         model(prompts["input_ids"], past_key_values=cache)
     engine.disable()  # twice is harmless
-    wrapped = model.model.forward = lambda **given: forward(**given)
+    wrapped = model.model.forward = lambda **kwargs: forward(**kwargs)
     enable(model).disable()
     assert model.model.forward is wrapped
 
@@ -468,8 +468,8 @@ def test_threads_share_a_model(llama: Any) -> None:
 
         def work(i: int) -> None:
             for k in (i, i + 1, i + 2):
-                got = generate(llama, {"input_ids": prompts[k]}, max_new_tokens=16)
-                same.append(torch.equal(got, expected[k]))
+                actual = generate(llama, {"input_ids": prompts[k]}, max_new_tokens=16)
+                same.append(torch.equal(actual, expected[k]))
 
         in_threads(work)
         assert same == [True] * 12

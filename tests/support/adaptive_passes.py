@@ -55,11 +55,11 @@ def first_pair(pairs, here, device, **shape):
     """
     for names in pairs:
         try:
-            found = Passes(here, device, names, **shape)
+            result = Passes(here, device, names, **shape)
         except NoBackendError:
             continue
-        if found.dispatcher.pickers.by_role.keys() == {"prefill", "decode", "verify"}:
-            return found
+        if result.dispatcher.pickers.by_role.keys() == {"prefill", "decode", "verify"}:
+            return result
     return None
 
 

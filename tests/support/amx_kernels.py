@@ -73,8 +73,10 @@ def spec():
 
 def checks(*names, kind="mha"):
     """List the check with each of `names`, else the first whose name begins with it."""
-    found = plan(spec(), parse_device("cpu:avx512"), LIBRARIES, kinds=(kind,), passes=10)
+    result = plan(spec(), parse_device("cpu:avx512"), LIBRARIES, kinds=(kind,), passes=10)
     return [
-        min((p for p in found if p.row and p.check.id.startswith(n)), key=lambda p: p.check.id != n)
+        min(
+            (p for p in result if p.row and p.check.id.startswith(n)), key=lambda p: p.check.id != n
+        )
         for n in names
     ]

@@ -12,14 +12,14 @@ def cells_of(lines):
 
     lines: what build_kernels.py or build_fa4.py prints of each site, with its "faults".
     """
-    found = {}
+    result = {}
     for line in lines:
         if "not_declared" not in line:
             for cell in line["cells"]:
-                found.setdefault(line["kind"], {}).setdefault(cell, []).append(line["faults"])
+                result.setdefault(line["kind"], {}).setdefault(cell, []).append(line["faults"])
     return {
         kind: {cell: _report(faults) for cell, faults in cells.items()}
-        for kind, cells in found.items()
+        for kind, cells in result.items()
     }
 
 
@@ -31,7 +31,7 @@ def _report(faults):
         worst=0.0,
         budget=0.0,
         skipped={},
-        problem="; ".join(fault for found in faults for fault in found),
+        problem="; ".join(fault for result in faults for fault in result),
     )
 
 

@@ -17,9 +17,9 @@ class Editor(FunctionRewriter):
 
     def _prepare_source(self, lines):
         source = super()._prepare_source(lines)
-        found = source.count(self.before)
-        if found != 1:
-            raise ValueError(f"{self.fn.__name__} has {self.before!r} {found} times, not once")
+        result = source.count(self.before)
+        if result != 1:
+            raise ValueError(f"{self.fn.__name__} has {self.before!r} {result} times, not once")
         return source.replace(self.before, self.after)
 
 

@@ -45,9 +45,9 @@ class Pointer:
         return self.elsewhere(self.offset + other)
 
     def elsewhere(self, offset):
-        found = Pointer.__new__(Pointer)
-        found.flat, found.offset, found.dtype = self.flat, offset, self.dtype
-        return found
+        result = Pointer.__new__(Pointer)
+        result.flat, result.offset, result.dtype = self.flat, offset, self.dtype
+        return result
 
 
 def gl_load(ptr, mask=None, other=0.0, volatile=False, cache_modifier=""):
@@ -56,9 +56,9 @@ def gl_load(ptr, mask=None, other=0.0, volatile=False, cache_modifier=""):
         return ptr.flat[offset.long()]
     mask = torch.as_tensor(mask)
     offset, mask = torch.broadcast_tensors(offset, mask)
-    found = torch.full(offset.shape, float(other)).to(ptr.flat.dtype)
-    found[mask] = ptr.flat[offset[mask].long()]
-    return found
+    result = torch.full(offset.shape, float(other)).to(ptr.flat.dtype)
+    result[mask] = ptr.flat[offset[mask].long()]
+    return result
 
 
 def gl_store(ptr, x, mask=None):
@@ -216,8 +216,8 @@ def values_of(x):
 def product(a, b, acc, use_acc=True, is_async=False):
     a, b = values_of(a), values_of(b)
     assert a.dtype == b.dtype
-    found = a.float() @ b.float()
-    return found + acc if use_acc else found
+    result = a.float() @ b.float()
+    return result + acc if use_acc else result
 
 
 def wait_products(count, deps):
@@ -300,10 +300,10 @@ def _language():
 
 def _zero_rows(tiles, stage, count, first, end):
     """What zero_rows does: its own way depends on a layout."""
-    whole = tiles.x[int(stage)][:, 64 * first : 64 * end]
-    read = whole.clone()  # all rows are stored, also those that stay as they are
+    full = tiles.x[int(stage)][:, 64 * first : 64 * end]
+    read = full.clone()  # all rows are stored, also those that stay as they are
     _pause()
-    whole.copy_(torch.where(torch.arange(len(read))[:, None] < int(count), read, 0.0))
+    full.copy_(torch.where(torch.arange(len(read))[:, None] < int(count), read, 0.0))
 
 
 def _load_columns(rows, row, tile, stage, full, first, copy, copies):

@@ -16,11 +16,11 @@ NEED_A_GPU = ("sglang.srt.layers.attention.dual_chunk_flashattention_backend",)
 
 def graphed():
     """Return the built-in plugins with one backend, a torch_native whose passes are replayed."""
-    found = attn_core.load_plugins()
-    native = found.get("torch_native", "softmax")
+    result = attn_core.load_plugins()
+    native = result.get("torch_native", "softmax")
     rows = [dataclasses.replace(row, cuda_graph="uniform") for row in native.capabilities]
     able = dataclasses.replace(native, capabilities=rows, create="graphed:Graphed")
-    return dataclasses.replace(found, backends={("softmax", "torch_native"): able})
+    return dataclasses.replace(result, backends={("softmax", "torch_native"): able})
 
 
 def main():

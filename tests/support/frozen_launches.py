@@ -54,9 +54,9 @@ class Launches(list):
 
     def names(self, *, slow):
         """Return the kernels that were launched in this way, and forget all launches."""
-        found = [x.name for x in self if x.slow is slow]
+        result = [x.name for x in self if x.slow is slow]
         self.clear()
-        return found
+        return result
 
 
 def _name(kernel):
@@ -138,13 +138,13 @@ def recorded_launches():
 
     def checked(self, grid, args, tensors=None, shared=()):
         with _disable_current_modes():  # operators here are none of a call
-            given = module._first(args, tensors, shared)
-        of = specialisation(self._kernel, (*given, *self._last), self._options)
+            kwargs = module._first(args, tensors, shared)
+        of = specialisation(self._kernel, (*kwargs, *self._last), self._options)
         known = first.setdefault(id(self), (self, of))[1]  # held, so that the id stays its own
         name = _name(self._kernel)
         assert of == known, f"{name} was compiled for\n{known}\nand is launched for\n{of}"
         if tensors is not None:
-            want = tuple(map(_flat, given))
+            want = tuple(map(_flat, kwargs))
             assert tuple(map(_flat, args)) == want, f"{name}: other addresses than its tensors'"
         else:
             assert _flat(Arguments(*args).addresses) == _flat(args)

@@ -103,11 +103,11 @@ class GdnCases:
         fresh = torch.tensor([False, True, False, False])
         slots = {"state_slots_out": int32(6, 4, -1, 1), "state_fresh": fresh}
         batch = make_batch(M.DECODE, [1] * 4, (2, 4, -1, 1), **slots)
-        found, _ = run(backend, batch, layer, pool, tensors)
+        result, _ = run(backend, batch, layer, pool, tensors)
         starts = [before[2], None, None, before[1]]
         rounded = not in_kernel(layer) and layer.qk_norm is not None
         ratio = self.rounded if rounded else self.exact
-        self.check(found, states, tensors, [1] * 4, layer, starts, (6, 4, None, 1), ratio)
+        self.check(result, states, tensors, [1] * 4, layer, starts, (6, 4, None, 1), ratio)
         kept = [0, 2, 3, 5, 7]
         assert torch.equal(states[kept], before[kept])
 
@@ -118,10 +118,10 @@ class GdnCases:
         states, (q, k, v, *_) = pool.states.state[0], inputs(PLAIN, 2, dtype=torch.bfloat16)
         before, tensors = states.clone(), (q, k, v, torch.full((2, 4), g), torch.full((2, 4), beta))
         batch = make_batch(M.DECODE, [1, 1], (2, 5))
-        found, _ = run(backend, batch, PLAIN, pool, tensors)
+        result, _ = run(backend, batch, PLAIN, pool, tensors)
         wanted = expected(tensors, [1, 1], PLAIN, [before[2], before[5]])
         for row, (slot, (out, after)) in enumerate(zip((2, 5), wanted, strict=True)):
-            pairs = (states[slot], after[-1], self.exact), (found[row], out[0], self.rounded)
+            pairs = (states[slot], after[-1], self.exact), (result[row], out[0], self.rounded)
             for value, right, ratio in pairs:
                 torch.testing.assert_close(value.double(), right, rtol=ratio, atol=self.exact)
 
@@ -143,9 +143,11 @@ class GdnCases:
             state_slots_out=int32(6, 3, 0, -1, 5, 4),
             state_fresh=fresh,
         )
-        found, _ = run(backend, batch, layer, pool, tensors)
+        result, _ = run(backend, batch, layer, pool, tensors)
         starts = [before[2], before[1], before[0], None, None, None]
-        self.check(found, states, tensors, lens, layer, starts, (6, 3, 0, None, 5, 4), self.rounded)
+        self.check(
+            result, states, tensors, lens, layer, starts, (6, 3, 0, None, 5, 4), self.rounded
+        )
         kept = [1, 2, 7]
         assert torch.equal(states[kept], before[kept])
 
@@ -160,9 +162,9 @@ class GdnCases:
         run(backend, batch, layer, pool, tensors)
         exact = k[0].double()
         exact = exact / (exact.square().sum(-1, keepdim=True) + layer.qk_norm).sqrt()
-        found = pool.states.state[0, 2, ::2]  # two value heads have one key head
-        nearest = exact.half().float()[:, None].expand_as(found)
-        assert (found == nearest).float().mean() > 0.99
+        result = pool.states.state[0, 2, ::2]  # two value heads have one key head
+        nearest = exact.half().float()[:, None].expand_as(result)
+        assert (result == nearest).float().mean() > 0.99
 
     @pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
     def test_extend_in_its_own_slots(self, known):
@@ -172,9 +174,9 @@ class GdnCases:
         before, batch = states.clone(), make_batch(M.EXTEND, lens, (3, 0))
         if not known:
             batch = dataclasses.replace(batch, query_lens_host=None)
-        found, _ = run(backend, batch, layer, pool, tensors)
+        result, _ = run(backend, batch, layer, pool, tensors)
         self.check(
-            found, states, tensors, lens, layer, [before[3], before[0]], (3, 0), self.rounded
+            result, states, tensors, lens, layer, [before[3], before[0]], (3, 0), self.rounded
         )
 
     def test_states_in_bf16_are_gathered_into_float32(self):
@@ -183,9 +185,9 @@ class GdnCases:
         states, tensors = pool.states.state[0], inputs(layer, 5, dtype=torch.bfloat16)
         before = states.clone()
         batch = make_batch(M.EXTEND, lens, (3, 0), state_slots_out=int32(3, 6))
-        found, _ = run(backend, batch, layer, pool, tensors)
+        result, _ = run(backend, batch, layer, pool, tensors)
         self.check(
-            found, states, tensors, lens, layer, [before[3], before[0]], (3, 6), self.rounded
+            result, states, tensors, lens, layer, [before[3], before[0]], (3, 6), self.rounded
         )
         assert torch.equal(states[6], before[0])
 
@@ -195,8 +197,8 @@ class GdnCases:
         states = pool.states.state[0]
         before, slots = states.clone(), (2, 5)[: len(lens)]
         batch = make_batch(M.EXTEND, lens, slots)
-        found, _ = run(backend, batch, NORMED, pool, inputs(NORMED, 0, dtype=torch.bfloat16))
-        assert found.shape == (0, 4, 128)
+        result, _ = run(backend, batch, NORMED, pool, inputs(NORMED, 0, dtype=torch.bfloat16))
+        assert result.shape == (0, 4, 128)
         assert torch.equal(states, before)
 
     @KINDS
@@ -214,8 +216,8 @@ class GdnCases:
         batch = make_batch(mode, lens, range(1, len(lens) + 1))
         for pool, change in zip(pools, (lambda x: x, lambda x: strided(x, offset)), strict=True):
             out = change(torch.zeros(3, 4, 128, dtype=torch.bfloat16))
-            given = [change(x) for x in tensors]
-            assert run(backend, batch, layer, pool, given, out=out)[0] is out
+            kwargs = [change(x) for x in tensors]
+            assert run(backend, batch, layer, pool, kwargs, out=out)[0] is out
             results.append((out, pool.states.state.clone()))
         for plain, part in zip(*results, strict=True):
             assert torch.equal(plain, part)
@@ -232,8 +234,8 @@ class GdnCases:
         for own in (states.clone(), states):
             own[:, 4] = torch.nan
             pool = StatePool.of([0], StateCache(state=own))
-            found, _ = run(make(layer), batch, layer, pool, tensors)
-            results.append((found[:2], own))
+            result, _ = run(make(layer), batch, layer, pool, tensors)
+            results.append((result[:2], own))
         for plain, other in zip(*results, strict=True):
             assert torch.equal(plain, other)
 
@@ -251,9 +253,9 @@ class GdnCases:
         for slots in ((2, 4), (7, 1)):
             batch.state_slots.copy_(int32(*slots))
             backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
-            found = backend.decode(*tensors, layer, pool.layer(0), batch, metadata)
+            result = backend.decode(*tensors, layer, pool.layer(0), batch, metadata)
             starts = [before[slot] for slot in slots]
-            self.check(found, states, tensors, [1, 1], layer, starts, (6, 5), self.exact)
+            self.check(result, states, tensors, [1, 1], layer, starts, (6, 5), self.exact)
 
     def test_a_replay_reads_the_slots_of_its_batch(self):
         layer = make_layer("kernel's gate")
@@ -267,8 +269,8 @@ class GdnCases:
         batch.state_slots_out.copy_(int32(5, 1))
         batch.state_fresh[1] = True
         backend.init_forward_metadata_replay_cuda_graph(batch, metadata)
-        found = backend.decode(*tensors, layer, pool.layer(0), batch, metadata)
-        self.check(found, states, tensors, [1, 1], layer, [before[2], None], (5, 1), self.exact)
+        result = backend.decode(*tensors, layer, pool.layer(0), batch, metadata)
+        self.check(result, states, tensors, [1, 1], layer, [before[2], None], (5, 1), self.exact)
         kept = [0, 2, 3, 4, 6, 7]
         assert torch.equal(states[kept], before[kept])
 
@@ -279,6 +281,6 @@ class GdnCases:
         states, tensors = pool.states.state[0], inputs(layer, 7, dtype=torch.bfloat16)
         before, batch = states.clone(), make_batch(M.MIXED, lens, (2, 0, 6))
         served = LinearRoutes(routes, pool)
-        found = served.forward(*tensors, layer, batch, served.plan(batch), None)
+        result = served.forward(*tensors, layer, batch, served.plan(batch), None)
         starts = [before[2], before[0], before[6]]
-        self.check(found, states, tensors, lens, layer, starts, (2, 0, 6), self.rounded)
+        self.check(result, states, tensors, lens, layer, starts, (2, 0, 6), self.rounded)

@@ -91,8 +91,8 @@ class Hybrid(Bench):
     def dispatcher(self, layers, pool, **limits) -> HybridDispatcher:
         """Create the selected backends over a pool."""
         registry = load_plugins()
-        for asked in ("dtype", "topk", "num_draft_tokens"):  # of the selection
-            limits.pop(asked)
+        for requested in ("dtype", "topk", "num_draft_tokens"):  # of the selection
+            limits.pop(requested)
         made = HybridDispatcher.from_selection(self.selection, registry, layers, pool, **limits)
         names = {role: backend.config.name for role, backend in made.routes.items()}
         chosen = self.selection
@@ -122,13 +122,13 @@ def hybrids(device: Device, libraries: Libraries, on: torch.device) -> Iterator[
     for (kind, prefill, decode), how in itertools.product(PAIRS[device.type], SPECULATIONS):
         name = f"{kind}-{prefill}-{decode}-{how if how == 'plain' else '-'.join(how)}"
         try:
-            found = _selected(registry, device, libraries, on, kind, prefill, decode, how)
+            result = _selected(registry, device, libraries, on, kind, prefill, decode, how)
         except AttnError as error:
             why = str(error).splitlines()[0]
             yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=f"{name}: {why}"))
             continue
-        has = [f.split("_")[-1] for f in FEATURES if getattr(found.row, f)]
-        yield pytest.param(found, id="-".join([name, f"page{found.point.page_size}", *has]))
+        has = [f.split("_")[-1] for f in FEATURES if getattr(result.row, f)]
+        yield pytest.param(result, id="-".join([name, f"page{result.point.page_size}", *has]))
 
 
 def _selected(registry, device, libraries, on, kind, prefill, decode, how) -> Hybrid:
@@ -220,10 +220,10 @@ def run_replays(hybrid: Hybrid) -> None:
     runner = GraphRunner(serve, batch_sizes=[1, ROWS], max_seq_len=LONGEST)
 
     def step_of(batch, metadata, *new):
-        given, outs = iter(new), []
+        kwargs, outs = iter(new), []
         for layer in server.layers:
-            q, k = next(given), next(given)
-            v = None if latent else next(given)
+            q, k = next(kwargs), next(kwargs)
+            v = None if latent else next(kwargs)
             outs.append(serve.forward(q, k, v, layer, batch, metadata))
         return outs
 
@@ -239,9 +239,9 @@ def run_replays(hybrid: Hybrid) -> None:
             zip(eager, runner.replay(step.batch, *_inputs(step)), strict=True)
         ):
             truth, near = _right(server, step, i)
-            for what, got in (("eager", plain), ("replayed", replayed)):
+            for what, actual in (("eager", plain), ("replayed", replayed)):
                 within_budget(
-                    f"{what}, {number} requests, layer {i}", got.cpu(),
+                    f"{what}, {number} requests, layer {i}", actual.cpu(),
                     truth, near, TORCH_DTYPES[DTYPE],
                 )  # fmt: skip
         if verifies:

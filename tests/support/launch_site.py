@@ -113,7 +113,7 @@ class Site:
 
     def __call__(self, chip: Chip) -> None:
         """Plan and run one layer: every kernel of the backend."""
-        asked = Bench(
+        requested = Bench(
             spec=chip.spec,
             row=self.row(chip),
             torch_device=chip.on,
@@ -122,7 +122,7 @@ class Site:
             deterministic=self.deterministic,
             shared_prefix=self.shared_prefix,
         )
-        (self._pass if self.paged else self._call)(chip, asked)
+        (self._pass if self.paged else self._call)(chip, requested)
 
     def _pass(self, chip: Chip, asked: Bench) -> None:
         point, row = Point(dtype=self.dtype, page_size=self.page_size), asked.row

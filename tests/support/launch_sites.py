@@ -21,7 +21,7 @@ from attn_core.ops.triton.merge import merge_states
 from attn_core.ops.triton.read import read_pages
 from attn_core.ops.triton.sparse_write import write_latents_and_index
 from attn_core.ops.triton.vertical_slash import attend_lists, to_lists
-from attn_core.ops.vertical_slash import Lines, Part
+from attn_core.ops.vertical_slash import Part, VerticalSlash
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -73,7 +73,9 @@ def greedy(chip):
 def vertical_slash(chip):
     """Launch the lists and the attention of a sparse prompt, over one KV head of Qwen2.5-7B-1M."""
     part = Part(0, 4096, 0, 4096)
-    lines = Lines(*(torch.empty(7, n, dtype=torch.int32, device="meta") for n in (1000, 512)))
+    lines = VerticalSlash(
+        *(torch.empty(7, n, dtype=torch.int32, device="meta") for n in (1000, 512))
+    )
     lists = to_lists(lines, part)
     q, k, v = meta(4096, 7, 128), meta(4096, 4, 128)[:, 0], meta(4096, 4, 128)[:, 0]
     attend_lists(q, k, v, lists, part, 0.1)

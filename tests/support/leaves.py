@@ -110,7 +110,7 @@ INFERRED = {
 
 def extract(path: pathlib.Path, ops: tuple[str, ...]) -> dict[str, str]:
     """Read the schemas of these ops out of a shared library, where each is a text of its own."""
-    found = {}
+    result = {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for name in ops:
             start, at = f"\0{name}(".encode(), -1
@@ -118,8 +118,8 @@ def extract(path: pathlib.Path, ops: tuple[str, ...]) -> dict[str, str]:
                 text = data[at + 1 : at + _LONGEST].split(b"\0")[0].decode("ascii", "replace")
                 with contextlib.suppress(RuntimeError):  # a message that begins like one
                     torch._C.parse_schema(text)
-                    found[name] = " ".join(text.split())
-    return found
+                    result[name] = " ".join(text.split())
+    return result
 
 
 def read(library: Library) -> dict[str, str]:

@@ -90,7 +90,7 @@ class Pass:
     def check(self, backend, *, batch=None, metadata=None, preallocated=False):
         """Run the pass and compare every number, the LSE too where the row has it."""
         lse = self.row.lse
-        got = attend(
+        actual = attend(
             backend,
             self.inputs,
             batch=batch,
@@ -99,8 +99,8 @@ class Pass:
             return_lse=lse,
         )
         tokens = self.inputs.real_tokens
-        compare(got, self.right, tokens, TORCH_DTYPES[self.point.dtype], "output")
-        return got
+        compare(actual, self.right, tokens, TORCH_DTYPES[self.point.dtype], "output")
+        return actual
 
 
 def ragged(query_lens, key_lens, heads=4):

@@ -11,14 +11,14 @@ from signatures import Sources
 
 def reached(root: pathlib.Path) -> dict[str, pathlib.Path]:
     """Return every attribute that the code below a folder takes of something else than itself."""
-    found = {}
+    result = {}
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
                 if not own:
-                    found[node.attr] = path
-    return found
+                    result[node.attr] = path
+    return result
 
 
 def emulated(
@@ -41,8 +41,8 @@ def emulated(
             continue
         for name, node in module.bound.items():
             hidden = name.startswith("*") or (name.startswith("_") and name not in used)
-            found = None if hidden else ours.find(module.name, name)
-            if found is None or found.module.name.split(".")[0] != parts[0]:
+            result = None if hidden else ours.find(module.name, name)
+            if result is None or result.module.name.split(".")[0] != parts[0]:
                 continue
             helper = isinstance(node, ast.ImportFrom) and name in module.used
             if not helper or theirs.find(module.name, name) is not None:

@@ -51,11 +51,11 @@ def square(x, y, PLACE: gl.constexpr):
 def main(places):
     """Compile for sm90, one place after the other; print what is found in each."""
     driver.set_active(StandIn(target_of("sm90")))
-    x, found = torch.empty(64, 64, dtype=torch.float16, device="meta"), {}
+    x, result = torch.empty(64, 64, dtype=torch.float16, device="meta"), {}
     for place in places:
         kernel = square.run(x, x, place, grid=(1,), warmup=True, num_warps=4)
-        found[place] = shared_memory.findings(kernel.asm["ttgir"])
-    print(json.dumps(found))
+        result[place] = shared_memory.findings(kernel.asm["ttgir"])
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

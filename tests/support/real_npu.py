@@ -42,13 +42,13 @@ def main() -> None:
         library.impl(name, getattr(npu_leaf, leaf_of(name)), "CPU")
         kept.append(library)
     spec, libraries = load_plugins().get("ascend"), {"torch-npu": torch_npu.__version__}
-    found = plan(spec, parse_device("npu:910b"), libraries, passes=10)
+    result = plan(spec, parse_device("npu:910b"), libraries, passes=10)
     for wanted in CHECKS:
-        run(found, wanted, spec)
+        run(result, wanted, spec)
     triton, libraries = load_plugins().get("triton", "linear"), {**libraries, "attn-ascend": "0.1"}
-    found = plan(triton, parse_device("npu:910b"), libraries, passes=10)
+    result = plan(triton, parse_device("npu:910b"), libraries, passes=10)
     for wanted in LINEAR:
-        run(found, wanted, triton)
+        run(result, wanted, triton)
     outs, lses = torch.randn(3, 5, 2, 16), torch.randn(3, 5, 2)
     merged = zip(merge.merge_states(outs, lses), merge_states(outs, lses), strict=True)
     assert all(torch.allclose(*pair, atol=1e-6) for pair in merged)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
-from attn_core.ops.vertical_slash import ROWS, choose_lines, parts_of, seen_keys, to_lists
+from attn_core.ops.vertical_slash import ROWS, choose_vertical_slash, parts_of, seen_keys, to_lists
 from attn_core.runtime.backend import AttentionBackend
 from attn_core.runtime.batch import ForwardMode
 from attn_core.spec.capabilities import ANY_TOPK, BackendSpec, Capabilities
@@ -315,7 +315,7 @@ class Reference(AttentionBackend):
     def lines(self, q, k, begin, end, size, layer):
         last = self.choosing(begin, end, layer.dual_chunk.sparse_last_queries)
         chosen = q[last, self.choosers()]
-        return choose_lines(chosen, k[:end], size, layer.scale, layer.dual_chunk.chunk_len)
+        return choose_vertical_slash(chosen, k[:end], size, layer.scale, layer.dual_chunk.chunk_len)
 
     def choosing(self, begin, end, last):
         return slice(max(begin, end - last), end)

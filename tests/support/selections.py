@@ -59,8 +59,8 @@ def right(scores, topk):
 def slots(scores, topk, table):
     """Return int32 [topk]: the slots of what is right, -1 behind them."""
     best = right(scores, topk)
-    found = table[best // PAGE].long() * PAGE + best % PAGE
-    return torch.cat([found, found.new_full((topk - len(found),), -1)]).int()
+    result = table[best // PAGE].long() * PAGE + best % PAGE
+    return torch.cat([result, result.new_full((topk - len(result),), -1)]).int()
 
 
 def select(scores, topk, visible, how):

@@ -38,12 +38,12 @@ def allocated(ttgir):
 
 def size_of(text):
     """Return the bytes of the first tensor or buffer type of a text, 0 where there is none."""
-    found = TYPE.search(text)
-    if found is None:
+    result = TYPE.search(text)
+    if result is None:
         return 0
-    bits = re.search(r"\d+", found[2])  # of "bf16", "i1" or "f8E4M3FN"; pointers have none
+    bits = re.search(r"\d+", result[2])  # of "bf16", "i1" or "f8E4M3FN"; pointers have none
     width = max(int(bits[0]) // 8, 1) if bits else 8
-    return math.prod(int(n) for n in found[1].split("x") if n) * width
+    return math.prod(int(n) for n in result[1].split("x") if n) * width
 
 
 def part_of(buffer, line):
@@ -151,7 +151,7 @@ def findings(ttgir):
     if "isAsync = true" not in ttgir:
         return []
     lines = allocated(ttgir).splitlines()
-    state, found, i, main = Walk({}), set(), 0, []
+    state, result, i, main = Walk({}), set(), 0, []
     while i < len(lines):
         captured = re.search(r"ttg\.warp_specialize\((.*?)\)", lines[i])
         partition = re.match(r"\s*(?:default|partition\d+\((.*?)\) num_warps)", lines[i])
@@ -166,10 +166,10 @@ def findings(ttgir):
                     inside[name] = state.buffers[outer]
             part = Walk(inside)
             walk(lines[i + 1 : end], part)
-            found |= part.found
+            result |= part.found
             i = end
         else:
             main.append(lines[i])
         i += 1
     walk(main, state)
-    return sorted(found | state.found)
+    return sorted(result | state.found)

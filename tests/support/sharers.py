@@ -60,18 +60,18 @@ def expected_spans(sharers, queries, granule=GRANULE):
         common.append(same * page // granule)
 
     def groups(low, high, base, level):
-        found, first = [], low
+        result, first = [], low
         while first < high:
             last = first
             while last < high and common[last] > base:
                 last += 1
             if last > first:
                 least = min(common[first:last])
-                found.append((first, last - first + 1, base * granule, least * granule, level))
+                result.append((first, last - first + 1, base * granule, least * granule, level))
                 if level == 1:
-                    found += groups(first, last, least, 2)
+                    result += groups(first, last, least, 2)
             first = last + 1
-        return found
+        return result
 
     return sorted(groups(0, count - 1, 0, 1), key=lambda x: (x[4], x[0]))
 

@@ -120,9 +120,9 @@ class Sources:
             for path in sorted(root.rglob("*.py")):
                 parts = path.relative_to(root).with_suffix("").parts
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                found = self.module(name)
-                if found is not None:
-                    yield found
+                result = self.module(name)
+                if result is not None:
+                    yield result
 
     def find(self, module: str, name: str, _seen: frozenset[str] = frozenset()) -> Found | None:
         """Return what `from module import name` would give, imports and aliases followed.
@@ -143,9 +143,9 @@ class Sources:
             return self.find(module, node.value.id, seen)
         for key, star in here.bound.items():
             if key.startswith("*") and isinstance(star, ast.ImportFrom):
-                found = self.find(here.absolute(star), name, seen)
-                if found is not None:
-                    return found
+                result = self.find(here.absolute(star), name, seen)
+                if result is not None:
+                    return result
         return None
 
     def members(self, found: Found) -> dict[str, ast.AST]:
@@ -176,19 +176,19 @@ def parameters(node: ast.AST) -> list[Parameter]:
     plain = [*a.posonlyargs, *a.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(a.defaults))
     defaults += a.defaults
-    found = [
+    result = [
         Parameter(x.arg, "positional-only" if x in a.posonlyargs else "positional", _text(d))
         for x, d in zip(plain, defaults, strict=True)
     ]
     if a.vararg:
-        found.append(Parameter(a.vararg.arg, "*", None))
-    found += [
+        result.append(Parameter(a.vararg.arg, "*", None))
+    result += [
         Parameter(x.arg, "keyword", _text(d))
         for x, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)
     ]
     if a.kwarg:
-        found.append(Parameter(a.kwarg.arg, "**", None))
-    return found
+        result.append(Parameter(a.kwarg.arg, "**", None))
+    return result
 
 
 def _text(node: ast.expr | None) -> str | None:
@@ -203,12 +203,12 @@ def _text(node: ast.expr | None) -> str | None:
 def differences(ours: Sequence[Parameter], theirs: Sequence[Parameter]) -> list[str]:
     """Say in words where two parameter lists differ; [] where they are equal."""
     mine, right = {p.name: p for p in ours}, {p.name: p for p in theirs}
-    found = [f"has no {p}" for p in theirs if p.name not in mine]
-    found += [f"{p} is not the library's" for p in ours if p.name not in right]
-    found += [f"{p}, the library's is {right[p.name]}" for p in ours if p != right.get(p.name, p)]
-    if not found and [p.name for p in ours] != [p.name for p in theirs]:
-        found.append(f"order {', '.join(mine)}; the library's is {', '.join(right)}")
-    return found
+    result = [f"has no {p}" for p in theirs if p.name not in mine]
+    result += [f"{p} is not the library's" for p in ours if p.name not in right]
+    result += [f"{p}, the library's is {right[p.name]}" for p in ours if p != right.get(p.name, p)]
+    if not result and [p.name for p in ours] != [p.name for p in theirs]:
+        result.append(f"order {', '.join(mine)}; the library's is {', '.join(right)}")
+    return result
 
 
 def compare(ours: Sources, theirs: Sources, module: str, name: str) -> list[str]:
@@ -225,25 +225,25 @@ def compare(ours: Sources, theirs: Sources, module: str, name: str) -> list[str]
     if type(mine.node) is not type(right.node):
         return [f"{module}.{name} is a {_what(mine.node)}, the library's is a {_what(right.node)}"]
     if not isinstance(mine.node, ast.ClassDef):
-        found = _same(name, mine.node, right.node)
+        result = _same(name, mine.node, right.node)
         inner = {n.name: n for n in mine.node.body if isinstance(n, _FUNCTIONS)}
         for node in right.node.body:  # a function that it makes and gives out
             if isinstance(node, _FUNCTIONS) and node.name in inner:
-                found += _same(f"{name}.{node.name}", inner[node.name], node)
-        return found
+                result += _same(f"{name}.{node.name}", inner[node.name], node)
+        return result
     members, wanted = ours.members(mine), theirs.members(right)
     names = [n for n in members if not n.startswith("_")]
     if "__init__" in members or "__init__" in wanted:
         names.insert(0, "__init__")
-    found = []
+    result = []
     for member in names:
         if member not in members:
-            found.append(f"{name} has no {member}")
+            result.append(f"{name} has no {member}")
         elif member not in wanted:
-            found.append(f"the library's {name} has no {member}")
+            result.append(f"the library's {name} has no {member}")
         else:
-            found += _same(f"{name}.{member}", members[member], wanted[member])
-    return found
+            result += _same(f"{name}.{member}", members[member], wanted[member])
+    return result
 
 
 def _what(node: ast.AST) -> str:
@@ -252,8 +252,8 @@ def _what(node: ast.AST) -> str:
         return "class"
     if isinstance(node, _FUNCTIONS):
         bound = {"property", "staticmethod", "classmethod", "cached_property"}
-        given = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
-        return next(iter(sorted(bound & given)), "function")
+        kwargs = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
+        return next(iter(sorted(bound & kwargs)), "function")
     return "field"
 
 

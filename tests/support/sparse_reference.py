@@ -96,13 +96,13 @@ class SparseReference(Reference):
         return (out, lse) if return_lse else out
 
     def every_slot(self, layer, cache, batch):
-        found = torch.full((batch.num_tokens, batch.views[layer.view].max_seq_len), -1)
+        result = torch.full((batch.num_tokens, batch.views[layer.view].max_seq_len), -1)
         for rows in self.rows(batch, layer.view):
             slots = self.slots(rows, cache.page_size)
             for i in range(rows.queries):
                 seen = self.seen(rows, i)
-                found[rows.tokens.start + i, :seen] = slots[:seen]
-        return found
+                result[rows.tokens.start + i, :seen] = slots[:seen]
+        return result
 
     def latents(self, cache):
         """The latents of every slot, float32 [slots, D]."""

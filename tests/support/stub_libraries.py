@@ -23,12 +23,12 @@ def _output(*command: object) -> str:
 
 
 def _symbols(path: pathlib.Path, *, undefined: bool) -> set[str]:
-    found = set()
+    result = set()
     for line in _output("nm", "-D", path).splitlines():
         *_, kind, name = (["", "", *line.split()])[-3:]
         if (kind == "U") if undefined else (kind not in ("U", "w", "v")):
-            found.add(name.partition("@")[0])
-    return found
+            result.add(name.partition("@")[0])
+    return result
 
 
 def build(wheel: pathlib.Path, into: pathlib.Path) -> None:

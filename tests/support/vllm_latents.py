@@ -101,8 +101,8 @@ def error(config, plan, made, module):
         shared = rows[:, None, LORA:].expand(-1, HEADS, -1)
         keys = torch.cat([unfolded[..., :NOPE], shared], -1)
         here = dense(q[start : start + new], keys, unfolded[..., NOPE:], module.scale)
-        found = out[start : start + new].view(new, HEADS, VALUE).double()
-        assert found.isfinite().all()
-        worst = max(worst, (found - here).abs().max().item())
+        result = out[start : start + new].view(new, HEADS, VALUE).double()
+        assert result.isfinite().all()
+        worst = max(worst, (result - here).abs().max().item())
         start += new
     return worst

@@ -176,7 +176,7 @@ def run(config, metadata, common, made, module, **expected):
     torch.testing.assert_close(module.kv_cache, expected_cache, rtol=0, atol=0, equal_nan=True)
     worst, start = 0.0, 0
     for (keys, values), new in zip(histories, made.new, strict=True):
-        found = out[start : start + new].double()
+        result = out[start : start + new].double()
         here = dense(
             q[start : start + new].view(new, heads, dim),
             keys,
@@ -184,7 +184,7 @@ def run(config, metadata, common, made, module, **expected):
             module.impl.scale,
             **expected,
         )
-        assert found.isfinite().all()
-        worst = max(worst, (found - here).abs().max().item())
+        assert result.isfinite().all()
+        worst = max(worst, (result - here).abs().max().item())
         start += new
     return worst

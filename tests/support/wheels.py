@@ -29,8 +29,8 @@ def pinned() -> dict[str, str]:
 
 def folders() -> list[pathlib.Path]:
     """List the folders of ATTN_WHEELS, each an unpacked wheel; [] where it is not set."""
-    given = os.environ.get("ATTN_WHEELS")
-    return sorted(p for p in pathlib.Path(given).iterdir() if p.is_dir()) if given else []
+    kwargs = os.environ.get("ATTN_WHEELS")
+    return sorted(p for p in pathlib.Path(kwargs).iterdir() if p.is_dir()) if kwargs else []
 
 
 def version_of(folder: pathlib.Path, distribution: str) -> str | None:

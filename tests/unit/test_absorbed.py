@@ -104,15 +104,15 @@ def test_a_declaration_that_contradicts_itself_is_refused(changes):
 def test_the_suite_asks_such_a_row_without_a_cache_alone():
     device, wide = parse_device("cpu"), spec("wide", RAGGED_ROW)
     checks = plan(wide, device, {}, kinds=("mla",), passes=3)
-    asked = {p.check.feature for p in checks if p.row is not None}
-    assert {"mla-ragged", "mla-ragged-prefix", "prefix-in-chunks"} < asked
-    assert all("ragged" in feature for feature in asked - {"prefix-in-chunks"})
+    requested = {p.check.feature for p in checks if p.row is not None}
+    assert {"mla-ragged", "mla-ragged-prefix", "prefix-in-chunks"} < requested
+    assert all("ragged" in feature for feature in requested - {"prefix-in-chunks"})
     said = [p.reason for p in checks if p.check.feature == "mla-prefill"]
     assert said
     assert set(said) == {"a pass over the latent cache (absorbed: not supported)"}
     passed = [
         Outcome(planned=p, status="passed" if p.row else "skipped", detail=p.reason) for p in checks
     ]
-    found = report(passed, wide, device, {})
-    assert not problems(found), "what the row declares is asked, and nothing else"
-    assert found["mla"]["lse"].cases
+    result = report(passed, wide, device, {})
+    assert not problems(result), "what the row declares is asked, and nothing else"
+    assert result["mla"]["lse"].cases

@@ -28,9 +28,9 @@ def failing(name, folder, mode, queries, keys, **more):
 def checked(r, name, path):
     """Save and read the smallest call: its backend is still wrong, and the other right."""
     save(r, path)
-    found = {x.name: x for x in replay(load(path), [], REGISTRY, CPU)}
-    assert found[name].now.wrong
-    assert not found["torch_native"].now.wrong
+    result = {x.name: x for x in replay(load(path), [], REGISTRY, CPU)}
+    assert result[name].now.wrong
+    assert not result["torch_native"].now.wrong
     return load(path)
 
 
@@ -46,22 +46,24 @@ def checked(r, name, path):
 )
 def test_a_fault_of_long_requests(mode, queries, keys, more, tmp_path):
     """101 tokens of one request, one query and one head: one token less, and it is right."""
-    found = smallest(failing("lengthy", tmp_path, mode, queries, keys, **more), None, REGISTRY, CPU)
-    r = checked(found.smallest, "lengthy", tmp_path / "smallest")
+    result = smallest(
+        failing("lengthy", tmp_path, mode, queries, keys, **more), None, REGISTRY, CPU
+    )
+    r = checked(result.smallest, "lengthy", tmp_path / "smallest")
     assert r.seq_lens == (LONG + 1,)
     assert r.query_lens == (1,) if mode is not M.TARGET_VERIFY else r.query_lens
     assert (r.layer.num_q_heads, r.layer.num_kv_heads) == (1, 1)
     assert r.setting.kv_cache_dtype == r.setting.dtype
     assert r.spec is None
-    assert found.tried < 300
+    assert result.tried < 300
 
 
 def test_a_fault_of_a_window(tmp_path):
     """The window stays, what is beside it goes; the shortest one needs a token behind it."""
     every = layers(sliding_window=16, logit_cap=20.0, sinks=torch.randn(4))
     r = failing("windowed", tmp_path, M.EXTEND, [5, 30], [40, 77], every_layer=every)
-    found = smallest(r, "windowed", REGISTRY, CPU)
-    r = checked(found.smallest, "windowed", tmp_path / "smallest")
+    result = smallest(r, "windowed", REGISTRY, CPU)
+    r = checked(result.smallest, "windowed", tmp_path / "smallest")
     assert (r.layer.sliding_window, r.layer.logit_cap, r.layer.sinks) == (1, None, None)
     assert (r.query_lens, r.seq_lens) == ((1,), (2,))
 

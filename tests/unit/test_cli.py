@@ -53,13 +53,13 @@ def data(here):
 def test_select_prints_one_object():
     done = attn("select", "--device", "cuda:sm90", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    got = json.loads(done.stdout)
-    assert (got["prefill"], got["decode"], got["page_size"]) == ("fa3", "fa3", 1)
-    assert got["verify"] is got["draft"] is got["multimodal"] is got["linear"] is None
-    assert got["device"] == "cuda:sm90"
-    assert got["kv_cache_dtype"] == "bf16"
-    assert any("newest" in a for a in got["assumptions"])
-    verdict = next(v for v in got["verdicts"] if not v["fits"])
+    actual = json.loads(done.stdout)
+    assert (actual["prefill"], actual["decode"], actual["page_size"]) == ("fa3", "fa3", 1)
+    assert actual["verify"] is actual["draft"] is actual["multimodal"] is actual["linear"] is None
+    assert actual["device"] == "cuda:sm90"
+    assert actual["kv_cache_dtype"] == "bf16"
+    assert any("newest" in a for a in actual["assumptions"])
+    verdict = next(v for v in actual["verdicts"] if not v["fits"])
     assert set(verdict) >= {"backend", "phase", "fits", "reasons"}
     assert verdict["reasons"]
 
@@ -74,17 +74,17 @@ def test_allow_without_a_name_is_refused(here, value):
 def test_shared_prefix_is_asked_of_what_decodes(here):
     """By a flag or the variable that engines read; a backend that cannot is refused by name."""
     device = ("select", "--device", "cuda:sm90", "--assume-installed", "all", "--json")
-    got = json.loads(here(*device, "--shared-prefix").stdout)
-    assert (got["prefill"], got["decode"]) == ("fa3", "triton")
+    actual = json.loads(here(*device, "--shared-prefix").stdout)
+    assert (actual["prefill"], actual["decode"]) == ("fa3", "triton")
     refused = here(*device, "--shared-prefix", "--decode-attention-backend", "fa3")
     assert refused.returncode == 3
     assert "shared_prefix asked (not supported)" in json.loads(refused.stdout)["error"]
 
 
 def test_this_machine_never_gets_what_cannot_be_created_here(data):
-    got = data("select", "--json")
+    actual = data("select", "--json")
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
-    assert {got["prefill"], got["decode"]} <= implemented
+    assert {actual["prefill"], actual["decode"]} <= implemented
 
 
 @pytest.fixture
@@ -110,36 +110,36 @@ def installed(folder, name, text):
 
 
 def test_not_implemented_is_a_note_on_a_simulated_device(soon):
-    asked = ("select", "--kind", "dsa", "--attention-backend", "soon")
-    done = attn(*asked, "--device", "npu:910b", "--json", **soon)
-    got = json.loads(done.stdout)
-    assert got["prefill"] == "soon"
-    assert "not implemented in 0.1" in got["why"]["notes"]
-    refused = attn(*asked, "--device", "npu:910b", "--implemented-only", **soon)
+    requested = ("select", "--kind", "dsa", "--attention-backend", "soon")
+    done = attn(*requested, "--device", "npu:910b", "--json", **soon)
+    actual = json.loads(done.stdout)
+    assert actual["prefill"] == "soon"
+    assert "not implemented in 0.1" in actual["why"]["notes"]
+    refused = attn(*requested, "--device", "npu:910b", "--implemented-only", **soon)
     assert refused.returncode == 3
     assert "not implemented in 0.1" in refused.stderr
 
 
 def test_implemented_only_and_what_runs_today(soon, data):
-    asked = ("select", "--kind", "dsa", "--device", "npu:910b", "--json")
-    got = json.loads(attn(*asked, **soon).stdout)
-    assert got["prefill"] == "soon"
-    today = json.loads(attn(*asked, "--implemented-only", **soon).stdout)
-    assert got["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
+    requested = ("select", "--kind", "dsa", "--device", "npu:910b", "--json")
+    actual = json.loads(attn(*requested, **soon).stdout)
+    assert actual["prefill"] == "soon"
+    today = json.loads(attn(*requested, "--implemented-only", **soon).stdout)
+    assert actual["runs_today"] == {"prefill": today["prefill"], "decode": today["decode"]}
     assert (today["prefill"], today["runs_today"]) == ("ascend", {})
     implemented = {b["name"] for b in data("backends", "--json")["backends"] if b["implemented"]}
     assert today["prefill"] in implemented
-    refused = attn(*asked, "--implemented-only", "--attention-backend", "soon", **soon)
+    refused = attn(*requested, "--implemented-only", "--attention-backend", "soon", **soon)
     assert refused.returncode == 3
 
 
 def test_no_backend_exits_3_with_the_same_object_and_an_error(here):
     done = here("select", "--device", "cuda:sm90", "--attention-backend", "trtllm_mla", "--json")
     assert done.returncode == 3
-    got = json.loads(done.stdout)
-    assert got["prefill"] is None
-    assert "kind mha (supports mla)" in got["error"]
-    assert got["verdicts"]
+    actual = json.loads(done.stdout)
+    assert actual["prefill"] is None
+    assert "kind mha (supports mla)" in actual["error"]
+    assert actual["verdicts"]
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,8 @@ def test_an_impossible_page_size_says_what_can(here):
 
 def test_heads_of_one_rank_and_what_was_assumed_of_them(here, data):
     shape = ("--num-q-heads", "32", "--num-kv-heads", "4", "--tp", "8")
-    got = data("select", "--device", "cuda:sm90", *shape, "--json")
-    assert "tp 8 is above the 4 KV heads: each rank holds one, replicated" in got["assumptions"]
+    actual = data("select", "--device", "cuda:sm90", *shape, "--json")
+    assert "tp 8 is above the 4 KV heads: each rank holds one, replicated" in actual["assumptions"]
     latent = ("--kind", "mla", "--device", "cuda:sm100", "--attention-backend", "cutlass_mla")
     assert data("select", *latent, "--num-q-heads", "256", "--tp", "2", "--json")["prefill"]
     refused = here("select", *latent, "--num-q-heads", "128", "--tp", "2")
@@ -291,9 +291,9 @@ def test_heads_of_one_rank_and_what_was_assumed_of_them(here, data):
 
 
 def test_a_vision_tower_without_a_model_is_an_assumption(data):
-    got = data("select", "--device", "cuda:sm90", "--mm-attention-backend", "fa3", "--json")
-    assert got["multimodal"] == "fa3"
-    assert any("a vision tower of any shape" in text for text in got["assumptions"])
+    actual = data("select", "--device", "cuda:sm90", "--mm-attention-backend", "fa3", "--json")
+    assert actual["multimodal"] == "fa3"
+    assert any("a vision tower of any shape" in text for text in actual["assumptions"])
 
 
 def test_all_libraries_but_the_one_that_is_pinned(here, data):
@@ -307,8 +307,8 @@ def test_all_libraries_but_the_one_that_is_pinned(here, data):
 def test_all_counts_an_old_library_of_this_machine_as_new_enough(monkeypatch):
     registry = load_plugins()
     monkeypatch.setattr(Registry, "installed_libraries", lambda self: {"triton": "3.0"})
-    asked = selection_inputs(InputFlags(assume_installed=["all"]), registry)
-    assert asked.libraries["triton"] is None
+    requested = selection_inputs(InputFlags(assume_installed=["all"]), registry)
+    assert requested.libraries["triton"] is None
     assert selection_inputs(InputFlags(), registry).libraries == {"triton": "3.0"}
 
 
@@ -394,12 +394,12 @@ def test_a_model_decides_its_own_shape(here, data, tmp_path):
             }
         )
     )
-    got = data("select", "--model", str(tmp_path), "--device", "cuda:sm80", "--json")
-    assert got["prefill"] == "triton"  # flashinfer has no sinks
-    refused = [v for v in got["verdicts"] if v["backend"] == "flashinfer"]
+    actual = data("select", "--model", str(tmp_path), "--device", "cuda:sm80", "--json")
+    assert actual["prefill"] == "triton"  # flashinfer has no sinks
+    refused = [v for v in actual["verdicts"] if v["backend"] == "flashinfer"]
     assert refused[0]["reasons"] == ["sinks (not supported)"]
     shape = {"part": "text", "kind": "mha", "head_dim": 64, "num_q_heads": 64, "num_kv_heads": 8}
-    for layer, window in zip(got["layers_read"], (128, None), strict=True):
+    for layer, window in zip(actual["layers_read"], (128, None), strict=True):
         assert layer.items() >= {**shape, "sliding_window": window, "sinks": True}.items()
     wide = here("select", "--model", str(tmp_path), "--device", "cuda:sm80", COLUMNS="400")
     text = wide.stdout.splitlines()
@@ -438,10 +438,10 @@ def test_why_not_names_the_smallest_change(here, data):
     assert done.returncode == 0
     assert "--decode-attention-backend trtllm_mha" in done.stdout
     assert "--page-size 64" in done.stdout
-    got = data("why-not", "flashinfer", "--device", "cuda:sm80", "--sinks", "--json")
-    assert got["changes"] == ["a model without sinks"]
-    assert got["naming"] == ""  # it is then chosen by itself
-    assert got["command"] == "attn select --device cuda:sm80"
+    actual = data("why-not", "flashinfer", "--device", "cuda:sm80", "--sinks", "--json")
+    assert actual["changes"] == ["a model without sinks"]
+    assert actual["naming"] == ""  # it is then chosen by itself
+    assert actual["command"] == "attn select --device cuda:sm80"
     fits = here("why-not", "triton", "--device", "cuda:sm90")
     assert "triton fits, but is not chosen" in fits.stdout
     both = data("why-not", "triton", "--device", "cuda:sm90", "--kind", "gdn", "--json")
@@ -507,9 +507,9 @@ def test_matrix_formats_name_every_backend(here, form):
 
 
 def test_matrix_json(data):
-    got = data("matrix", "--format", "json")
-    assert set(got) >= {"mha", "mla", "dsa", "gdn"}
-    cells = got["mha"]["trtllm_mha"]
+    actual = data("matrix", "--format", "json")
+    assert set(actual) >= {"mha", "mla", "dsa", "gdn"}
+    cells = actual["mha"]["trtllm_mha"]
     assert cells["page_sizes"] == [16, 32, 64]
     assert cells["spec_topk1"] is True
     assert cells["spec_topk_gt1"] is False
@@ -519,9 +519,9 @@ def test_matrix_json(data):
         "compiled",
         "device-tested",
     }
-    assert got["gdn"]["cutedsl"]["decode"] is True
-    assert got["gdn"]["cutedsl"]["prefill"] is False
-    assert "chunked_prefix_cache" in got["mla"]["fa3"]
+    assert actual["gdn"]["cutedsl"]["decode"] is True
+    assert actual["gdn"]["cutedsl"]["prefill"] is False
+    assert "chunked_prefix_cache" in actual["mla"]["fa3"]
 
 
 def test_select_answers_within_a_second_beyond_pythons_own_start(tmp_path):
@@ -572,10 +572,10 @@ def test_select_answers_within_a_second_beyond_pythons_own_start(tmp_path):
 def test_an_error_with_json_is_one_object(here, arguments, code, said):
     done = here(*arguments, "--json")
     assert done.returncode == code, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == {"error"}
-    assert said in found["error"]
-    assert found["error"].split("\n")[0] in done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() == {"error"}
+    assert said in result["error"]
+    assert result["error"].split("\n")[0] in done.stderr
 
 
 def test_a_lock_that_differs_is_an_object_too(here, tmp_path):

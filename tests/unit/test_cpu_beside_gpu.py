@@ -58,24 +58,24 @@ def test_attn_check_refuses_what_neither_is():
 
 def test_attn_check_plans_what_the_rows_of_this_cpu_declare(monkeypatch, tmp_path):
     """The command found no row for a CPU without architecture."""
-    asked = []
-    monkeypatch.setattr(check, "_run", lambda options, jobs: asked.append(options) or [])
+    requested = []
+    monkeypatch.setattr(check, "_run", lambda options, jobs: requested.append(options) or [])
     monkeypatch.setattr(
         "attn_core.plugins.registry.Registry.installed_libraries",
         lambda self: {"attn-intel-kernels": "0.1.0"},
     )
     words = ["check", "intel_amx", "--device", "cpu", "--quick", "--evidence", str(tmp_path)]
     CliRunner().invoke(build_app(), words)
-    assert [options.device for options in asked] == [AMX]
+    assert [options.device for options in requested] == [AMX]
 
 
 @pytest.mark.parametrize("named", ["cpu", "cpu:amx"])
 def test_selection_takes_the_cpu_and_what_is_installed(named):
     registry = load_plugins()
-    found = selection_inputs(InputFlags(device=named), registry)
-    assert (found.device, found.simulated) == (AMX, False)
-    assert found.libraries == registry.installed_libraries()
-    must_be_here(found, probe_device(), "a warm-up")
+    result = selection_inputs(InputFlags(device=named), registry)
+    assert (result.device, result.simulated) == (AMX, False)
+    assert result.libraries == registry.installed_libraries()
+    must_be_here(result, probe_device(), "a warm-up")
 
 
 def test_attn_select_says_which_cpu():
@@ -84,15 +84,15 @@ def test_attn_select_says_which_cpu():
 
 
 def test_another_cpu_is_simulated_and_measured_nowhere():
-    found = selection_inputs(InputFlags(device="cpu:avx512"), load_plugins())
-    assert found.simulated
+    result = selection_inputs(InputFlags(device="cpu:avx512"), load_plugins())
+    assert result.simulated
     with pytest.raises(UsageError, match=r"this machine has cuda:sm90 and cpu:amx"):
-        must_be_here(found, probe_device(), "a measurement")
+        must_be_here(result, probe_device(), "a measurement")
 
 
 def test_attn_tune_and_bench_measure_on_the_cpu():
-    found = measurement.inputs_of(InputFlags(device="cpu"), None, load_plugins())
-    assert (found.device, found.simulated) == (AMX, False)
+    result = measurement.inputs_of(InputFlags(device="cpu"), None, load_plugins())
+    assert (result.device, result.simulated) == (AMX, False)
 
 
 def test_a_model_on_the_cpu_gets_its_rows(monkeypatch):
@@ -111,10 +111,10 @@ def test_a_model_on_the_cpu_gets_its_rows(monkeypatch):
 
 
 def test_attn_doctor_names_the_cpu_beside_the_gpu():
-    found = {f.subject: f for f in doctor.examine(load_plugins())}
-    assert found["device"].found == "cuda:sm90"
-    assert found["cpu"].found == "cpu:amx"
-    assert "with AMX" in found["cpu"].verdict
+    result = {f.subject: f for f in doctor.examine(load_plugins())}
+    assert result["device"].found == "cuda:sm90"
+    assert result["cpu"].found == "cpu:amx"
+    assert "with AMX" in result["cpu"].verdict
     assert "cpu" not in {f.subject for f in doctor.examine(load_plugins(), AMX)}
 
 
@@ -130,6 +130,6 @@ def test_attn_doctor_names_the_cpu_beside_the_gpu():
 )
 def test_attn_doctor_says_what_a_cpu_has(monkeypatch, arch, text):
     monkeypatch.setattr(doctor, "probe_device", lambda: Device("cpu", arch))
-    found = {f.subject: f for f in doctor.examine(load_plugins())}
-    assert text in found["device"].verdict
-    assert "cpu" not in found
+    result = {f.subject: f for f in doctor.examine(load_plugins())}
+    assert text in result["device"].verdict
+    assert "cpu" not in result

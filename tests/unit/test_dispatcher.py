@@ -51,8 +51,8 @@ def test_each_mode_goes_to_one_backend_with_the_cache_written(
     chosen, other = (pre, dec) if name == "prefiller" else (dec, pre)
     metadata = dispatcher.init_forward_metadata(b)
     assert metadata == f"{name}.init_forward_metadata"
-    got = dispatcher.forward(q, k, v, layer, b, metadata, out=out, return_lse=True)
-    assert got is chosen.returned
+    actual = dispatcher.forward(q, k, v, layer, b, metadata, out=out, return_lse=True)
+    assert actual is chosen.returned
     assert not other.calls
     (plan, (planned,), _), (called, args, kwargs) = chosen.calls
     assert (plan, called) == ("init_forward_metadata", method)
@@ -72,9 +72,9 @@ def test_idle_asks_nobody_and_gives_empty_outputs():
     assert dispatcher.init_forward_metadata(b) is None
     out = dispatcher.forward(q.bfloat16(), k, v, LAYERS[0], b, None)
     assert (out.shape, out.dtype) == ((0, HQ, DV), torch.bfloat16)
-    given = torch.empty(0, HQ, DV)
-    out, lse = dispatcher.forward(q, k, v, LAYERS[0], b, None, out=given, return_lse=True)
-    assert out is given
+    kwargs = torch.empty(0, HQ, DV)
+    out, lse = dispatcher.forward(q, k, v, LAYERS[0], b, None, out=kwargs, return_lse=True)
+    assert out is kwargs
     assert (lse.shape, lse.dtype) == ((0, HQ), torch.float32)
     assert dispatcher.init_forward_metadata_capture_cuda_graph(b) is None
     dispatcher.init_forward_metadata_replay_cuda_graph(b, None)
@@ -148,8 +148,8 @@ def test_ragged_goes_to_prefill_or_to_the_encoder():
     assert dispatcher.forward_ragged(*args, **more) is pre.returned
     assert dispatcher.forward_ragged(*args, **more, role="encode") is encoder.returned
     for b in (pre, encoder):
-        ((_, got, kwargs),) = b.calls
-        assert all(x is y for x, y in zip(got, args, strict=True))
+        ((_, actual, kwargs),) = b.calls
+        assert all(x is y for x, y in zip(actual, args, strict=True))
         assert kwargs == more
     with pytest.raises(UnsupportedError, match=r"no backend for encode: .*vision config"):
         make()[0].forward_ragged(*args, causal=True, role="encode")

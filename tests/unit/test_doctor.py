@@ -78,8 +78,8 @@ def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPE
     ],
 )
 def test_libraries(monkeypatch, torch, libraries, group, level, text, fix):
-    found = examine(monkeypatch, torch, libraries, group)
-    finding = found[group if not libraries else next(iter(libraries))]
+    result = examine(monkeypatch, torch, libraries, group)
+    finding = result[group if not libraries else next(iter(libraries))]
     assert finding.level == level
     assert text in finding.verdict + "$"
     assert finding.fix.endswith(fix)
@@ -101,9 +101,9 @@ def test_libraries(monkeypatch, torch, libraries, group, level, text, fix):
 )
 def test_of_several_libraries_the_one_that_is_used(monkeypatch, libraries, verdicts):
     """A row names them in the order in which a backend takes them."""
-    found = examine(monkeypatch, "2.13.0", libraries, "a>=1 or b or c")
+    result = examine(monkeypatch, "2.13.0", libraries, "a>=1 or b or c")
     for name, text in verdicts.items():
-        assert (found[name].verdict + "$").startswith(text), found[name].verdict
+        assert (result[name].verdict + "$").startswith(text), result[name].verdict
 
 
 def doctor_of(monkeypatch, libraries, torch="2.13.0", **backends):
@@ -119,40 +119,40 @@ def doctor_of(monkeypatch, libraries, torch="2.13.0", **backends):
 
 
 def test_one_installation_is_advised_once(monkeypatch):
-    found = doctor_of(
+    result = doctor_of(
         monkeypatch,
         {},
         a=(True, ["free>=1", "kern>=0.4"]),
         b=(True, ["free>=1,<2", "source or kern>=0.4"]),
         c=(True, ["kern"]),
     )
-    fixes = [f.fix for f in found if f.fix]
+    fixes = [f.fix for f in result if f.fix]
     assert sorted(fixes) == ["pip install 'free<2,>=1'", "pip install 'kern==0.4.8'"]
-    verdicts = [f.verdict for f in found if f.fix]
+    verdicts = [f.verdict for f in result if f.fix]
     assert sorted(verdicts) == ["for a, b", "for a, b, c; built for torch 2.13"]
 
 
 def test_what_is_installed_is_named_once(monkeypatch):
-    found = doctor_of(monkeypatch, {"free": "1.5"}, a=(True, ["free>=1"]), b=(True, ["free<2"]))
-    assert [f.verdict for f in found if f.subject == "free"] == ["for a, b"]
+    result = doctor_of(monkeypatch, {"free": "1.5"}, a=(True, ["free>=1"]), b=(True, ["free<2"]))
+    assert [f.verdict for f in result if f.subject == "free"] == ["for a, b"]
 
 
 def test_no_library_is_advised_for_a_backend_that_is_not_implemented(monkeypatch):
-    found = doctor_of(
+    result = doctor_of(
         monkeypatch, {"kern": "0.4.5"}, a=(False, ["free>=1", "kern"]), b=(True, ["other"])
     )
-    assert [f.fix for f in found if f.subject in ("free>=1", "other")] == ["pip install 'other'"]
-    (said,) = [f for f in found if f.found == "a"]
+    assert [f.fix for f in result if f.subject in ("free>=1", "other")] == ["pip install 'other'"]
+    (said,) = [f for f in result if f.found == "a"]
     assert "not implemented" in said.verdict
     (wrong,) = [
-        f for f in found if f.subject == "kern"
+        f for f in result if f.subject == "kern"
     ]  # what is installed is looked at all the same
     assert wrong.level == "problem"
 
 
 def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):
-    found = examine(monkeypatch, "2.13.0", {}, "kern", device=Device("cpu", "amx"))
-    assert "kern" not in found
+    result = examine(monkeypatch, "2.13.0", {}, "kern", device=Device("cpu", "amx"))
+    assert "kern" not in result
 
 
 @pytest.mark.parametrize(
@@ -166,17 +166,17 @@ def test_libraries_of_other_hardware_are_not_mentioned(monkeypatch):
 def test_a_torch_npu_without_an_npu_is_a_problem(monkeypatch, libraries, here, problem):
     """It breaks `import torch`, which doctor does not import."""
     monkeypatch.setattr(doctor, "probe_device", lambda: here)
-    found = examine(monkeypatch, "2.13.0", libraries, device=None)
-    assert ("torch-npu" in found) == problem
+    result = examine(monkeypatch, "2.13.0", libraries, device=None)
+    assert ("torch-npu" in result) == problem
     if problem:
-        assert found["torch-npu"].level == "problem"
-        assert "`import torch` fails" in found["torch-npu"].verdict
-        assert found["torch-npu"].fix == "pip uninstall -y torch-npu"
+        assert result["torch-npu"].level == "problem"
+        assert "`import torch` fails" in result["torch-npu"].verdict
+        assert result["torch-npu"].fix == "pip uninstall -y torch-npu"
 
 
 def test_broken_plugins_are_problems(monkeypatch):
-    found = examine(monkeypatch, "2.13.0", {})
-    finding = found["acme (attn-acme 2)"]
+    result = examine(monkeypatch, "2.13.0", {})
+    finding = result["acme (attn-acme 2)"]
     assert (finding.level, finding.verdict) == ("problem", "ImportError: no acme")
 
 
@@ -232,11 +232,11 @@ def test_another_project_with_a_librarys_module_is_a_problem(monkeypatch, owners
     """The index has a package aiter, which is not AMD's."""
     pin = Pin(distribution="amd-aiter", torch=">=2.8", version=">=0.1", why="-", module="aiter")
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"aiter": owners})
-    found = [*clashes.clashes((pin,), HOPPER)]
-    assert [(f.subject, f.level) for f in found] == [("aiter", "problem")] * problem
+    result = [*clashes.clashes((pin,), HOPPER)]
+    assert [(f.subject, f.level) for f in result] == [("aiter", "problem")] * problem
     if problem:
-        assert "unrelated project: amd-aiter cannot be imported" in found[0].verdict
-        assert found[0].fix.startswith("pip uninstall -y aiter && pip install 'amd-aiter>=0.1'")
+        assert "unrelated project: amd-aiter cannot be imported" in result[0].verdict
+        assert result[0].fix.startswith("pip uninstall -y aiter && pip install 'amd-aiter>=0.1'")
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_two_libraries_with_the_same_files_are_a_problem(device, kept, gone, mon
     pins = load_plugins().pins
     for one in both:
         here |= {one: both[one]}
-        found = [*clashes.clashes(pins, device)]
-        assert len(found) == len(here) - 1
-    assert (found[0].subject, found[0].level) == ("triton-ascend", "problem")
-    assert "the files of triton" in found[0].verdict
-    assert found[0].fix.startswith(f"pip uninstall -y {gone} && pip install '{kept}'")
+        result = [*clashes.clashes(pins, device)]
+        assert len(result) == len(here) - 1
+    assert (result[0].subject, result[0].level) == ("triton-ascend", "problem")
+    assert "the files of triton" in result[0].verdict
+    assert result[0].fix.startswith(f"pip uninstall -y {gone} && pip install '{kept}'")

@@ -102,11 +102,11 @@ def test_a_pool_that_a_backend_was_not_created_for_is_refused_at_once(row, form,
 def test_without_slots_nothing_is_written_and_k_and_v_are_handed_on(fused):
     dispatcher, pre, _ = make(prefill=recorder("prefiller", fused_kv_write=fused))
     q, k, v = qkv(9)
-    for given in ((k, v), (None, None)):
-        dispatcher.forward(q, *given, FULL, extend(writes=False), None)
+    for kwargs in ((k, v), (None, None)):
+        dispatcher.forward(q, *kwargs, FULL, extend(writes=False), None)
         _, args, _ = pre.calls[-1]
-        assert args[1] is given[0]
-        assert args[2] is given[1]
+        assert args[1] is kwargs[0]
+        assert args[2] is kwargs[1]
     assert not dispatcher.caches.layer(0).k.any()
 
 

@@ -96,8 +96,8 @@ def test_a_failed_pass_is_run_again_over_the_same_cache():
     rest[slots] = False
     assert torch.equal(cache.k.flatten(0, 1)[rest], before.flatten(0, 1)[rest])
     k2, v2 = k + 1, v + 1
-    got = dispatcher.forward(q, k2, v2, LAYERS[0], b, dispatcher.init_forward_metadata(b))
-    assert got is decode.returned
+    actual = dispatcher.forward(q, k2, v2, LAYERS[0], b, dispatcher.init_forward_metadata(b))
+    assert actual is decode.returned
     assert torch.equal(read_kv(cache, slots, torch.float32)[0], k2)
     dispatcher.forward(*qkv(4), LAYERS[0], batch(M.EXTEND), None)
 

@@ -26,9 +26,9 @@ def chosen(needs, names=None):
 @pytest.mark.parametrize("speculation", [None, Speculation(topk=1, num_draft_tokens=4)])
 def test_no_row_that_requires_finite_padding_is_chosen_or_picked(speculation):
     needs = Requirements(finite_padding=False, speculation=speculation)
-    found = chosen(needs)
-    rows = [choice.row for choice in found.roles.values()]
-    rows += [choice.row for others in found.alternatives.values() for choice in others]
+    result = chosen(needs)
+    rows = [choice.row for choice in result.roles.values()]
+    rows += [choice.row for others in result.alternatives.values() for choice in others]
     assert rows
     assert not any(row.requires_finite_padding for row in rows)
     with pytest.raises(NoBackendError, match="unused pages that may hold NaN"):

@@ -39,8 +39,8 @@ def slots_of(table, lengths, page_size, topk):
     for row, length in enumerate(lengths):
         keys = torch.randperm(length, generator=rng)[: topk - 2]
         keys = torch.cat([keys, torch.tensor([0, length - 1])]) if length else keys
-        found = table[row][keys // page_size] * page_size + keys % page_size
-        chosen[row, : len(keys)] = found.int()
+        result = table[row][keys // page_size] * page_size + keys % page_size
+        chosen[row, : len(keys)] = result.int()
     return chosen
 
 
@@ -56,16 +56,16 @@ def test_tokens_are_decoded_and_found(page_size, dtype):
     topk = 1500 if page_size == 64 else 21
     chosen = slots_of(table, lengths, page_size, topk)
     longest, lens = max(lengths), torch.tensor(lengths, dtype=torch.int32)
-    latents, found = gather_pages(cache, table, lens, longest, chosen, dtype)
+    latents, result = gather_pages(cache, table, lens, longest, chosen, dtype)
     assert latents.shape == (4 * 3, page_size, 1, 328)
     assert latents.dtype is dtype
     used = chosen >= 0
-    assert torch.equal(found >= 0, used)
-    assert torch.equal(found[~used], chosen[~used])
+    assert torch.equal(result >= 0, used)
+    assert torch.equal(result[~used], chosen[~used])
     want, _ = read_kv(cache, chosen[used].long(), dtype)
-    got = latents.view(-1, 1, 328)[found[used].long()]
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    actual = latents.view(-1, 1, 328)[result[used].long()]
+    assert torch.equal(actual.isnan(), want.isnan())
+    assert torch.equal(actual.nan_to_num(), want.nan_to_num())
     assert want.isnan().any() == (chosen[used] % 13 == 7).any()
 
 
@@ -86,13 +86,13 @@ def test_a_pass_takes_it_where_triton_runs(monkeypatch):
     for triton in (False, True):
         sparse._gatherer.cache_clear()
         monkeypatch.setattr(sparse, "has_triton", lambda device, triton=triton: triton)
-        latents, found = sparse.gather_pages(LAYER, cache, batch, chosen, torch.bfloat16)
-        brought.append((latents.flatten(0, 1)[found.long()], found < 0))
+        latents, result = sparse.gather_pages(LAYER, cache, batch, chosen, torch.bfloat16)
+        brought.append((latents.flatten(0, 1)[result.long()], result < 0))
     sparse._gatherer.cache_clear()
     assert (cache.launchers.keys() - {"write"}) != set()
-    (want, none), (got, none_too) = brought
+    (want, none), (actual, none_too) = brought
     assert torch.equal(none, none_too)
-    assert torch.equal(got[~none].nan_to_num(), want[~none].nan_to_num())
+    assert torch.equal(actual[~none].nan_to_num(), want[~none].nan_to_num())
 
 
 @pytest.mark.parametrize("topk", [1500, 24])
@@ -106,8 +106,8 @@ def test_slots_are_counted_while_they_are_found(topk):
     work = torch.full((3, 4), -7, dtype=torch.int32)
     count = Count(work, work.data_ptr(), 5)
     for _ in range(2):
-        _, found = gather_pages(cache, table, lens, 190, chosen, torch.bfloat16, count=count)
-        assert torch.equal(found, alone)
+        _, result = gather_pages(cache, table, lens, 190, chosen, torch.bfloat16, count=count)
+        assert torch.equal(result, alone)
         assert work[0].tolist() == [*(chosen >= 0).sum(1).tolist(), 0]
         assert work[1].tolist() == [0, 1, 2, 3]
         assert work[2].tolist() == [0, 5, 10, 15]

@@ -129,11 +129,11 @@ def run(
             s = torch.einsum("qgd,kd->qgk", q[mine, of].double(), k[:, head].double()) * SCALE
             s = s.masked_fill(~seen[:, None], -torch.inf)
             want = (s.softmax(-1).nan_to_num() @ v[:, head].double()).flatten(0, 1)
-            got, got_lse = (x[mine, of].flatten(0, 1) for x in (out, lse))
+            actual, got_lse = (x[mine, of].flatten(0, 1) for x in (out, lse))
             at = int(indptr[b]) * turns + head // at_once * units[b]
             low, high = (at + tile_units) // quota, (at + units[b] - 1) // quota
             if low < high:
-                got, got_lse = (
+                actual, got_lse = (
                     torch.cat(x)[: queries * group]
                     for x in zip(
                         *(
@@ -149,6 +149,6 @@ def run(
                         strict=True,
                     )
                 )  # fmt: skip
-            torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=2e-2)
+            torch.testing.assert_close(actual.double(), want, atol=2e-2, rtol=2e-2)
             sums = s.logsumexp(-1).flatten()
             torch.testing.assert_close(got_lse.double(), sums, atol=2e-3, rtol=1e-3)

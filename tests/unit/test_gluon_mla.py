@@ -81,8 +81,8 @@ def test_equals_float64(group, queries, plan, dense):
         want = torch.einsum("qhk,kd->qhd", s.softmax(-1).nan_to_num(), k[:, :LATENT])
         begin, own = int(indptr[b]), units[b]
         low, high = (begin + tile_units) // quota, (begin + filled[b] - 1) // quota
-        got, got_lse = (x[b * queries : (b + 1) * queries].flatten(0, 1) for x in (out, lse))
-        got = got[..., :LATENT].double()
+        actual, got_lse = (x[b * queries : (b + 1) * queries].flatten(0, 1) for x in (out, lse))
+        actual = actual[..., :LATENT].double()
         if low < high:
             parts_of = [
                 merged(
@@ -91,10 +91,10 @@ def test_equals_float64(group, queries, plan, dense):
                 )
                 for r in range(row_blocks)
             ]  # fmt: skip
-            got, got_lse = (torch.cat(x)[: queries * group] for x in zip(*parts_of, strict=True))
+            actual, got_lse = (torch.cat(x)[: queries * group] for x in zip(*parts_of, strict=True))
         assert own > 0
         want = want.flatten(0, 1)
-        error = (got - want).norm()
+        error = (actual - want).norm()
         assert error <= 6e-3 * want.norm(), (b, float(error), float(want.norm()))
         torch.testing.assert_close(
             got_lse.double(), s.logsumexp(-1).flatten(), atol=2e-3, rtol=1e-3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attn_core.errors import BackendError, BatchError, UnsupportedError
 from attn_core.ops import kv as torch_kv
-from attn_core.runtime import backend as contract
+from attn_core.runtime import backend_config
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.graphs import without_host_lengths
 from attn_core.testing.inputs import mapped, to_device
@@ -36,8 +36,8 @@ from triton_server import (
 def small_device(monkeypatch):
     """Have three multiprocessors wherever this runs, so that short requests are cut as well."""
     if DEVICE.type == "cuda":
-        properties = {**contract.properties_of(DEVICE), "multiprocessors": 3}
-        monkeypatch.setattr(contract, "properties_of", lambda device: properties)
+        properties = {**backend_config.properties_of(DEVICE), "multiprocessors": 3}
+        monkeypatch.setattr(backend_config, "properties_of", lambda device: properties)
     monkeypatch.setattr(scheduler, "unsplit_keys_on", lambda device: 0)
 
 

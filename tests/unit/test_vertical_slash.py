@@ -23,12 +23,12 @@ from attn_core import (
     rotary_positions,
 )
 from attn_core.ops.vertical_slash import (
-    NO_LINE,
+    NO_INDEX,
     TORCH,
     KeyLists,
-    Lines,
     Part,
-    choose_lines,
+    VerticalSlash,
+    choose_vertical_slash,
     parts_of,
     seen_keys,
 )
@@ -53,9 +53,11 @@ def lines(*heads):
     sides = []
     for side, down in ((0, False), (1, True)):
         most = max(len(head[side]) for head in heads)
-        rows = [sorted([*h[side], *[NO_LINE] * (most - len(h[side]))], reverse=down) for h in heads]
+        rows = [
+            sorted([*h[side], *[NO_INDEX] * (most - len(h[side]))], reverse=down) for h in heads
+        ]
         sides.append(torch.tensor(rows, dtype=torch.int32))
-    return Lines(*sides)
+    return VerticalSlash(*sides)
 
 
 def test_windows_cover_their_diagonals_and_columns_the_rest():
@@ -94,7 +96,7 @@ def test_triton_lists_and_attends_as_torch_does(n, length, last, dims):
     for begin in range(0, n, length):
         end = min(begin + length, n)
         q = torch.randn(end - begin, 3, 2, dims[0], generator=rng)
-        chosen = choose_lines(q[-last:], k[:end], [(31, 101), (45, 120)], 0.3, length)
+        chosen = choose_vertical_slash(q[-last:], k[:end], [(31, 101), (45, 120)], 0.3, length)
         for part in parts_of(begin, end, length):
             want, got = TORCH.to_lists(chosen, part), own.to_lists(chosen, part)
             assert torch.equal(want.block_count, got.block_count)
@@ -109,7 +111,9 @@ def test_triton_lists_and_attends_as_torch_does(n, length, last, dims):
 def test_rows_without_keys_are_zero_and_minus_infinity(which):
     attend = (TORCH if which == "torch" else kernels()).attend_lists
     count = torch.zeros(1, 1, dtype=torch.int32)
-    lists = KeyLists(count, torch.full((1, 1, 4), NO_LINE).int(), count, torch.zeros(1, 1, 1).int())
+    lists = KeyLists(
+        count, torch.full((1, 1, 4), NO_INDEX).int(), count, torch.zeros(1, 1, 1).int()
+    )
     out, lse = attend(torch.randn(3, 1, 16), *torch.randn(2, 8, 16), lists, Part(5, 8, 0, 8), 1.0)
     assert not out.any()
     assert (lse == -torch.inf).all()
@@ -117,10 +121,10 @@ def test_rows_without_keys_are_zero_and_minus_infinity(which):
 
 def test_forced_lines_come_first_and_short_prompts_have_all():
     q, k = torch.zeros(4, 3, 1, 16), torch.randn(300, 16)
-    chosen = choose_lines(q, k, [(30, 100)], 1.0, 1000)
+    chosen = choose_vertical_slash(q, k, [(30, 100)], 1.0, 1000)
     assert chosen.vertical[0].tolist() == list(range(30))
     assert chosen.slash[0].tolist() == list(range(99, -1, -1))
-    few = choose_lines(q, k[:20], [(1000, 500)], 1.0, 1000)
+    few = choose_vertical_slash(q, k[:20], [(1000, 500)], 1.0, 1000)
     assert few.vertical.shape == few.slash.shape == (1, 20)
 
 
@@ -129,9 +133,9 @@ def test_fewer_lines_than_are_forced_are_the_first_keys_and_the_nearest(sizes):
     """Whatever the others score: no query is left without its own key."""
     verticals, slashes = sizes
     q, k = torch.randn(4, 3, 2, 16), torch.randn(300, 16)
-    chosen = choose_lines(q, k, [sizes, (40, 110)], 3.0, 1000)
+    chosen = choose_vertical_slash(q, k, [sizes, (40, 110)], 3.0, 1000)
     assert chosen.vertical[0, :verticals].tolist() == list(range(verticals))
-    assert chosen.slash[0][chosen.slash[0] < NO_LINE].tolist() == list(range(slashes - 1, -1, -1))
+    assert chosen.slash[0][chosen.slash[0] < NO_INDEX].tolist() == list(range(slashes - 1, -1, -1))
     assert set(range(30)) < set(chosen.vertical[1].tolist())
     assert set(range(100)) < set(chosen.slash[1].tolist())
 
@@ -142,7 +146,7 @@ def test_what_keys_score_decides():
     k[57, 0], k[390 - 250, 1] = 50.0, 50.0
     q = torch.zeros(1, 3, 1, 16)
     q[..., 0] = 1.0
-    chosen = choose_lines(q, k[:391], [(31, 101)], 1.0, 1000)
+    chosen = choose_vertical_slash(q, k[:391], [(31, 101)], 1.0, 1000)
     assert 57 in chosen.vertical[0].tolist()
     assert 390 - 57 in chosen.slash[0].tolist()
 

@@ -85,7 +85,7 @@ def test_a_slow_call_is_said_afterwards(caplog, clock):
 
 
 def test_what_will_be_compiled_is_said_before(caplog, clock):
-    with caplog.at_level(logging.INFO, "attn_nvidia"), building("a kernel", certain=True):
+    with caplog.at_level(logging.INFO, "attn_nvidia"), building("a kernel", always=True):
         assert caplog.messages == ["building a kernel …"]
     assert caplog.messages[1:] == ["built a kernel in 0.0 s"]
 
@@ -94,7 +94,7 @@ def test_a_failure_is_said_and_passes_through(caplog, clock):
     with (
         caplog.at_level(logging.INFO, "attn_nvidia"),
         pytest.raises(ValueError, match="nvcc"),
-        building("a kernel", certain=True),
+        building("a kernel", always=True),
     ):
         raise ValueError("nvcc")
     assert caplog.messages[-1] == "failed to build a kernel in 0.0 s"

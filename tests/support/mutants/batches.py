@@ -10,20 +10,20 @@ from reference import Reference
 
 class LengthOfTheLongest(Reference):
     def rows(self, batch, view):
-        found = super().rows(batch, view)
-        return [replace(r, length=max(x.length for x in found)) for r in found]
+        result = super().rows(batch, view)
+        return [replace(r, length=max(x.length for x in result)) for r in result]
 
 
 class LengthsOfTheSpec(Reference):
     """Every request of a batch with a spec is taken to have as many queries as drafts."""
 
     def rows(self, batch, view):
-        found = super().rows(batch, view)
+        result = super().rows(batch, view)
         if batch.spec is None:
-            return found
+            return result
         n, total = batch.spec.num_draft_tokens, batch.num_tokens
-        slices = [slice(min(r.index * n, total), min((r.index + 1) * n, total)) for r in found]
-        return [replace(r, tokens=s) for r, s in zip(found, slices, strict=True)]
+        slices = [slice(min(r.index * n, total), min((r.index + 1) * n, total)) for r in result]
+        return [replace(r, tokens=s) for r, s in zip(result, slices, strict=True)]
 
 
 class NoKeysNowhere(Reference):
@@ -39,9 +39,9 @@ class NoKeysNowhere(Reference):
 
 class BatchEndsAtTheFirstEmptyRequest(Reference):
     def rows(self, batch, view):
-        found = super().rows(batch, view)
-        ends = [r.index for r in found if not r.queries]
-        return found[: ends[0]] if ends else found
+        result = super().rows(batch, view)
+        ends = [r.index for r in result if not r.queries]
+        return result[: ends[0]] if ends else result
 
 
 class RequestsUpTo64(Reference):

@@ -8,8 +8,8 @@ from reference import Reference
 
 class OnePageTooFar(Reference):
     def rows(self, batch, view):
-        size, found = self.config.page_size, super().rows(batch, view)
-        return [replace(r, length=min(r.length + size, r.table.numel() * size)) for r in found]
+        size, result = self.config.page_size, super().rows(batch, view)
+        return [replace(r, length=min(r.length + size, r.table.numel() * size)) for r in result]
 
 
 class LastPageWhole(Reference):
@@ -51,8 +51,8 @@ class PageSizeOf16(Reference):
 
 class TableRowOfTheNext(Reference):
     def rows(self, batch, view):
-        found = super().rows(batch, view)
-        return [replace(r, table=found[(r.index + 1) % len(found)].table) for r in found]
+        result = super().rows(batch, view)
+        return [replace(r, table=result[(r.index + 1) % len(result)].table) for r in result]
 
 
 class TailReadAndMasked(Reference):
@@ -159,6 +159,6 @@ class ScribblesIntoTheCache(Reference):
     """A scratch row lies in the last page of the pool."""
 
     def read(self, cache, rows, layer):
-        found = super().read(cache, rows, layer)
+        result = super().read(cache, rows, layer)
         self.bytes(cache.k)[-1, -1] = 0
-        return found
+        return result

@@ -51,8 +51,8 @@ class KernelPageOfTheFirstKey(Edited):
     """A block of keys is read from the page of its first one."""
 
     kernel = common.attention_loop
-    before = "page = tl.load(keys.table + at // C.PAGE)"
-    after = "page = tl.load(keys.table + start // C.PAGE + at * 0)"
+    before = "page = tl.load(keys.table + key_rows // C.PAGE)"
+    after = "page = tl.load(keys.table + start // C.PAGE + key_rows * 0)"
 
 
 class KernelOffsetsOf16Bits(Edited):
@@ -75,14 +75,14 @@ class KernelLseInBaseTwo(Edited):
 
 class KernelSinkNotInTheSum(Edited):
     kernel = common.finalize
-    before = "total = total * shrink + own"
+    before = "total = total * shrink + sink_weight"
     after = "total = total * shrink"
 
 
 class KernelLastPartDropped(Edited):
     kernel = merge.add_partials
-    before = "(part + i < count) & live"
-    after = "(part + i < count - 1) & live"
+    before = "(part + i < count) & row_mask"
+    after = "(part + i < count - 1) & row_mask"
 
 
 class KernelRotationsReversed(Edited):
@@ -103,14 +103,14 @@ class KernelChunkBorderInsideABlock(Edited):
     """A block of keys that a border cuts belongs to the chunk that begins in it."""
 
     kernel = common.attention_mask
-    before = "seen & (j >= keys.first)[None, :]"
-    after = "seen & (j >= 0)[None, :]"
+    before = "visible & (j >= keys.first)[None, :]"
+    after = "visible & (j >= 0)[None, :]"
 
 
 class KernelSuccOfTwoChunks(Edited):
     kernel = dual_chunk.dual_chunk_loop
-    before = "tl.where(rotation == 2, 0, tl.maximum(own - rotation, 0) * C.CHUNK)"
-    after = "tl.where(rotation == 2, 0, tl.maximum(own - 2 * rotation, 0) * C.CHUNK)"
+    before = "tl.where(rotation == 2, 0, tl.maximum(own_chunk - rotation, 0) * C.CHUNK)"
+    after = "tl.where(rotation == 2, 0, tl.maximum(own_chunk - 2 * rotation, 0) * C.CHUNK)"
 
 
 class KernelIntraMaskedNowhere(Edited):
@@ -137,32 +137,32 @@ class KernelListMaskedTooLate(Edited):
 
 class KernelLastColumnForgotten(Edited):
     kernel = vertical_slash.attend_rows
-    before = "count = tl.load(column_count + at)"
-    after = "count = tl.maximum(tl.load(column_count + at) - 1, 0)"
+    before = "count = tl.load(column_count + list_row)"
+    after = "count = tl.maximum(tl.load(column_count + list_row) - 1, 0)"
 
 
 class KernelSharedOnePageTooFar(Edited):
     """The first pages that differ are taken for equal."""
 
     kernel = plan_shared._compare
-    before = "tl.where(inside & (page != next_page), i, limit)"
-    after = "tl.where(inside & (page != next_page), i + 1, limit)"
+    before = "tl.where(valid & (page != next_page), i, limit)"
+    after = "tl.where(valid & (page != next_page), i + 1, limit)"
 
 
 class KernelSharedByTheRequestsBefore(Edited):
     """The keys of a group are those that a request shares with the ones before it."""
 
     kernel = plan_shared._join
-    before = "tl.minimum(before, after)"
-    after = "before"
+    before = "tl.minimum(min_before, min_after)"
+    after = "min_before"
 
 
 class KernelSharedOwnKeysSkipped(Edited):
     """A request of a group begins a block after the keys of its groups."""
 
     kernel = plan_shared._store_requests
-    before = "tl.store(spans.begin + own, begin, mask=ok)"
-    after = "tl.store(spans.begin + own, begin + tl.where(begin > 0, BN, 0), mask=ok)"
+    before = "tl.store(spans.begin + request, begin, mask=ok)"
+    after = "tl.store(spans.begin + request, begin + tl.where(begin > 0, BN, 0), mask=ok)"
 
 
 class KernelSharedMaskedAsOwn(Edited):

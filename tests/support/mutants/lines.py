@@ -1,7 +1,7 @@
 """Faults of sparse prompts: which lines are chosen, by whom, and which keys lie on them."""
 
 import torch
-from attn_core.ops.vertical_slash import FIRST_KEYS, NO_LINE, Part
+from attn_core.ops.vertical_slash import FIRST_KEYS, NO_INDEX, Part
 from reference import Reference
 
 
@@ -27,7 +27,7 @@ class FarthestSlashDropped(Reference):
 
 class VerticalsOneOff(Reference):
     def lists(self, lines, part):
-        beyond = lines.vertical == NO_LINE
+        beyond = lines.vertical == NO_INDEX
         vertical = torch.where(beyond, lines.vertical, lines.vertical + 1)
         return super().lists(lines._replace(vertical=vertical), part)
 

@@ -33,8 +33,12 @@ class LseHeadsFirst(Reference):
     """The LSE is [Hq, T] in memory, and called [T, Hq]."""
 
     def forward(self, *args, **kwargs):
-        got = super().forward(*args, **kwargs)
-        return (got[0], got[1].T.reshape(got[1].shape)) if isinstance(got, tuple) else got
+        actual = super().forward(*args, **kwargs)
+        return (
+            (actual[0], actual[1].T.reshape(actual[1].shape))
+            if isinstance(actual, tuple)
+            else actual
+        )
 
 
 class SinksIgnored(Reference):
@@ -128,6 +132,6 @@ class PartsByTheLongest(InParts):
     """How the keys of a request are cut depends on the longest of its neighbours."""
 
     def rows(self, batch, view):
-        found = super().rows(batch, view)
-        self.part = max(1, max(r.length for r in found) // 3)
-        return found
+        result = super().rows(batch, view)
+        self.part = max(1, max(r.length for r in result) // 3)
+        return result

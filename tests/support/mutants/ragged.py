@@ -49,22 +49,22 @@ class RaggedNotWithoutKeys(Reference):
 
     def forward_ragged(self, q, k, v, layer, cq, ck, *args, out=None, **kwargs):
         before = None if out is None else out.clone()
-        got = super().forward_ragged(q, k, v, layer, cq, ck, *args, out=out, **kwargs)
-        out = got[0] if isinstance(got, tuple) else got
+        actual = super().forward_ragged(q, k, v, layer, cq, ck, *args, out=out, **kwargs)
+        out = actual[0] if isinstance(actual, tuple) else actual
         counts, keys = cq.diff().tolist(), ck.diff().tolist()
         at = 0
         for n, s in zip(counts, keys, strict=True):
             if not s:
                 out[at : at + n] = torch.nan if before is None else before[at : at + n]
             at += n
-        return got
+        return actual
 
 
 class RaggedValuesOfAllRequests(Reference):
     """The values of the whole batch are multiplied, those of other requests by zero."""
 
     def forward_ragged(self, q, k, v, *args, **kwargs):
-        got = super().forward_ragged(q, k, v, *args, **kwargs)
-        out = got[0] if isinstance(got, tuple) else got
+        actual = super().forward_ragged(q, k, v, *args, **kwargs)
+        out = actual[0] if isinstance(actual, tuple) else actual
         out += (0 * v).sum()
-        return got
+        return actual

@@ -174,17 +174,17 @@ class FirstSlotsOnly(SparseReference):
 
 class LastSlotForgotten(SparseReference):
     def used(self, slots):
-        found = super().used(slots)
-        return found[: max(1, len(found) - 1)]
+        result = super().used(slots)
+        return result[: max(1, len(result) - 1)]
 
 
 class SlotsInOrderOnly(SparseReference):
     """A search that takes the slots of a query to rise."""
 
     def used(self, slots):
-        found = super().used(slots)
-        rising = found >= found.cummax(0).values if len(found) else found
-        return found[rising] if len(found) else found
+        result = super().used(slots)
+        rising = result >= result.cummax(0).values if len(result) else result
+        return result[rising] if len(result) else result
 
 
 class SelectionIgnored(SparseReference):
@@ -264,11 +264,11 @@ class RopeScaled(SparseReference):
     """The rope part is multiplied by the scale of the last values, as if it were FP8 too."""
 
     def latents(self, cache):
-        found = super().latents(cache)
+        result = super().latents(cache)
         if cache.latent_dim:
             scales = self.parts(cache.k.flatten(0, 2), cache.latent_dim)[1].contiguous()
-            found[:, cache.latent_dim :] *= scales.view(torch.float32)[:, -1:]
-        return found
+            result[:, cache.latent_dim :] *= scales.view(torch.float32)[:, -1:]
+        return result
 
 
 class RopeAsFloat16(SparseReference):

@@ -81,8 +81,8 @@ class WrapperOneWindowForAll(Wrapper):
 
 class WrapperScalesSwapped(Wrapper):
     def arguments(self, layer, cache):
-        found = super().arguments(layer, cache)
-        return {**found, "k_scale": found["v_scale"], "v_scale": found["k_scale"]}
+        result = super().arguments(layer, cache)
+        return {**result, "k_scale": result["v_scale"], "v_scale": result["k_scale"]}
 
 
 class WrapperScalesForgotten(Wrapper):
@@ -117,9 +117,9 @@ class WrapperScalesOfTheFirstCall(Wrapper):
     first = None
 
     def arguments(self, layer, cache):
-        found = super().arguments(layer, cache)
-        self.first = self.first or {x: found[x] for x in ("k_scale", "v_scale")}
-        return {**found, **self.first}
+        result = super().arguments(layer, cache)
+        self.first = self.first or {x: result[x] for x in ("k_scale", "v_scale")}
+        return {**result, **self.first}
 
 
 class WrapperOutIgnored(Wrapper):

@@ -44,12 +44,12 @@ class Call:
     mask: Tensor | None = None
     tasks: list[Task] | None = None
 
-    def refill(self, other: Call) -> None:
+    def refill(self, source: Call) -> None:
         """Take the lengths, pages and mask of a call of the same form, into the same memory."""
-        self.key_lens[:] = other.key_lens
-        for own, new in ((self.table, other.table), (self.mask, other.mask)):
-            if own is not None and new is not None:
-                own.copy_(new)
+        self.key_lens[:] = source.key_lens
+        for target, value in ((self.table, source.table), (self.mask, source.mask)):
+            if target is not None and value is not None:
+                target.copy_(value)
 
     @property
     def requests(self) -> slice:

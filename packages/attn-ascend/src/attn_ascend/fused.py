@@ -88,12 +88,12 @@ class Fused:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, Hq, Dv] of one call and, if asked, its LSE float32 [T, Hq]."""
         tokens, heads, _ = q.shape
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if call.table is None:
             k, v = (x[slice(*call.keys)] for x in (k, v))
             q, k, v = (padded(x) for x in (q, k, v))
         else:
-            more = {"block_table": call.table, "block_size": PAGE}
+            options = {"block_table": call.table, "block_size": PAGE}
         if not call.packed:
             requests = len(call.query_lens)
             q = q.view(requests, call.size, *q.shape[1:])
@@ -109,7 +109,7 @@ class Fused:
             "input_layout": "TND" if call.packed else "BSND",
             "return_softmax_lse": sums,
             **masked(call, layer.sliding_window, causal, q.device),
-            **more,
+            **options,
         }
         if call.tasks is not None and tasks.capturing():
             task, (result, lse) = tasks.captured(self._attend, operands, call.lengths)
@@ -155,5 +155,5 @@ def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 def padded(x: Tensor) -> Tensor:
     """Return x [T, H, D] with zeros up to a head dim that the operator takes."""
-    lacking = -x.shape[-1] % _COLUMNS
-    return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
+    missing = -x.shape[-1] % _COLUMNS
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x

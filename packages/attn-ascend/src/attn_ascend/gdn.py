@@ -33,14 +33,14 @@ class Rows:
     """The rows of a pass, and where their states lie.
 
     reads, writes: int32 [B], their slots. A padded row has one that no row of the pass writes.
-    live: bool [B], False is padding. fresh: bool [B] or None, starts from zeros.
+    valid: bool [B], False is padding. fresh: bool [B] or None, starts from zeros.
     moved: whether a row may write another slot than it reads.
     order, ones: int32 [B], 0 to B - 1, and 1 each.
     """
 
     reads: Tensor
     writes: Tensor
-    live: Tensor
+    valid: Tensor
     fresh: Tensor | None
     moved: bool
     order: Tensor
@@ -51,17 +51,17 @@ class Rows:
         """Read the slots of a batch on the device. Of B slots, B - 1 live rows leave one."""
         slots = batch.state_slots
         assert slots is not None
-        live, count = slots >= 0, len(slots)
+        valid, count = slots >= 0, len(slots)
         writes = slots if batch.state_slots_out is None else batch.state_slots_out
         order = torch.arange(count, dtype=torch.int32, device=slots.device)
-        taken = torch.zeros(count + 1, dtype=torch.int32, device=slots.device)
-        taken.index_fill_(0, torch.where(live & (writes < count), writes, count).long(), 1)
-        free = taken[:count].argmin() if count else taken[0]
+        used = torch.zeros(count + 1, dtype=torch.int32, device=slots.device)
+        used.index_fill_(0, torch.where(valid & (writes < count), writes, count).long(), 1)
+        free = used[:count].argmin() if count else used[0]
         return cls(
-            reads=torch.where(live, slots, free).int(),
-            writes=torch.where(live, writes, free).int(),
-            live=live,
-            fresh=None if batch.state_fresh is None else batch.state_fresh & live,
+            reads=torch.where(valid, slots, free).int(),
+            writes=torch.where(valid, writes, free).int(),
+            valid=valid,
+            fresh=None if batch.state_fresh is None else batch.state_fresh & valid,
             moved=batch.state_slots_out is not None,
             order=order,
             ones=torch.ones_like(order),
@@ -70,12 +70,12 @@ class Rows:
     def refill(self, batch: ForwardBatch) -> None:
         """Read the slots of another batch of the same form into the same tensors."""
         new = Rows.of(batch)
-        for own, other in (
-            (self.reads, new.reads), (self.writes, new.writes), (self.live, new.live),
+        for target, source in (
+            (self.reads, new.reads), (self.writes, new.writes), (self.valid, new.valid),
             (self.fresh, new.fresh),
         ):  # fmt: skip
-            if own is not None and other is not None:
-                own.copy_(other)
+            if target is not None and source is not None:
+                target.copy_(source)
 
     def load(self, pool: Tensor) -> Tensor:
         """Copy the states [B, Hv, V, K] that the rows start from."""
@@ -84,19 +84,19 @@ class Rows:
 
     def store(self, states: Tensor, pool: Tensor) -> None:
         """Write the states of live rows; padded ones write back what their slot holds."""
-        kept = pool.index_select(0, self.writes)
-        pool.index_copy_(0, self.writes.long(), torch.where(_each(self.live), states, kept))
+        old_states = pool.index_select(0, self.writes)
+        pool.index_copy_(0, self.writes.long(), torch.where(_each(self.valid), states, old_states))
 
 
 @dataclass(frozen=True, eq=False)
 class ExtendPlan:
     """The rows of an extend, and those that have tokens.
 
-    some: int64 [N], None where all have. lengths: int32 [N], the tokens of each; None without any.
+    nonempty: int64 [N], None where all have. lengths: int32 [N], tokens of each; None without any.
     """
 
     rows: Rows
-    some: Tensor | None
+    nonempty: Tensor | None
     lengths: Tensor | None
 
 
@@ -132,12 +132,14 @@ class AscendGDN(LinearAttentionBackend):
         if lens is None:
             lens = tuple(batch.cu_seqlens_q.diff().tolist())
         device = batch.cu_seqlens_q.device
-        some = [row for row, n in enumerate(lens) if n]
-        if not some:
+        nonempty = [row for row, n in enumerate(lens) if n]
+        if not nonempty:
             return ExtendPlan(rows, None, None)
         lengths = torch.tensor([n for n in lens if n], dtype=torch.int32, device=device)
-        every = len(some) == len(lens)
-        return ExtendPlan(rows, None if every else torch.tensor(some, device=device), lengths)
+        all_nonempty = len(nonempty) == len(lens)
+        return ExtendPlan(
+            rows, None if all_nonempty else torch.tensor(nonempty, device=device), lengths
+        )
 
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Rows) -> None:
         """Refill the slots of a decode."""
@@ -153,19 +155,19 @@ class AscendGDN(LinearAttentionBackend):
         states, result = rows.load(pool), v
         if metadata.lengths is not None:
             log_decay, beta = gated(layer, g, beta)
-            some = metadata.some
+            nonempty = metadata.nonempty
             result, last = self._extend(
                 query=_normalised(layer, q),
                 key=_normalised(layer, k),
                 value=v,
                 beta=beta.to(v.dtype),
                 # it is documented as an output, too
-                initial_state=states if some is None else states.index_select(0, some),
+                initial_state=states if nonempty is None else states.index_select(0, nonempty),
                 actual_seq_lengths=metadata.lengths,
                 scale=layer.scale,
                 g=log_decay,
             )
-            states = last if some is None else states.index_copy_(0, some, last)
+            states = last if nonempty is None else states.index_copy_(0, nonempty, last)
         rows.store(states, pool)
         return copy_to_out(result, out)
 
@@ -177,7 +179,7 @@ class AscendGDN(LinearAttentionBackend):
         rows, pool = metadata, state.state
         self._refuse(q, k, v, layer, rows, pool)
         log_decay, beta = gated(layer, g, beta)
-        padding = ~rows.live[:, None]
+        padding = ~rows.valid[:, None]
         in_place = pool.is_contiguous() and rows.fresh is None and not rows.moved
         states = pool if in_place else rows.load(pool)
         result = self._decode(

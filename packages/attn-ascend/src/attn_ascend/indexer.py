@@ -118,12 +118,12 @@ def by_torch(
     step = max(1, MOST_NUMBERS // max(1, length * max(heads, dim)))
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
-        own = slots[request[part]]
-        keys = read_index(cache, own, torch.float32)
+        request_slots = slots[request[part]]
+        keys = read_index(cache, request_slots, torch.float32)
         products = (q_index[part].float() @ keys.mT).relu_()
         scores = (weights[part, None] @ products).squeeze(1)
         scores.masked_fill_(position > last[part, None], -torch.inf)
-        best = scores.argsort(dim=-1, descending=True, stable=True)[:, :topk].sort(-1).values
-        found = own.gather(1, best).masked_fill_(best > last[part, None], -1)
-        chosen[part, : found.shape[1]] = found.int()
+        top = scores.argsort(dim=-1, descending=True, stable=True)[:, :topk].sort(-1).values
+        selected = request_slots.gather(1, top).masked_fill_(top > last[part, None], -1)
+        chosen[part, : selected.shape[1]] = selected.int()
     return chosen

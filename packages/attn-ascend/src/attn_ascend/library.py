@@ -31,12 +31,12 @@ def operator(name: str, parameters: Iterable[str]) -> Callable[..., Any]:
             f"ascend: torch-npu did not load {name}, an operator of ATB; install NNAL, which "
             "brings libatb.so, in the version of CANN, and source its set_env.sh"
         )
-    has = [argument.name for argument in schema.arguments]
-    lacking = [p for p in parameters if p not in has]
-    if lacking:
+    accepted = [argument.name for argument in schema.arguments]
+    missing = [p for p in parameters if p not in accepted]
+    if missing:
         raise BackendError(
-            f"ascend: {name} of the installed torch-npu has no parameter {', '.join(lacking)} (it "
-            f"has {', '.join(has)}); install torch-npu 2.11 or later"
+            f"ascend: {name} of the installed torch-npu has no parameter {', '.join(missing)} (it "
+            f"has {', '.join(accepted)}); install torch-npu 2.11 or later"
         )
     return call
 

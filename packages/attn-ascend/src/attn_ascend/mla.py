@@ -86,9 +86,9 @@ class AscendMLA(AttentionBackend):
             requests = [b for b, n in enumerate(query_lens) for _ in range(n)]
             table = table[torch.tensor(requests, device=table.device)]
         lengths = [
-            end - before
+            end - later
             for n, end in zip(query_lens, key_lens, strict=True)
-            for before in range(n - 1, -1, -1)
+            for later in range(n - 1, -1, -1)
         ]
         return Plan(table.contiguous(), torch.tensor(lengths, dtype=torch.int32, device="cpu"))
 

@@ -131,14 +131,14 @@ def _gathered(
     flat, step = cache.k.view(-1, cache.k.shape[-1]), max(1, MOST_GATHERED // topk)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
-        some = slots[part]
-        order = torch.arange(some.numel(), dtype=torch.int32, device=slots.device)
+        part_slots = slots[part]
+        order = torch.arange(part_slots.numel(), dtype=torch.int32, device=slots.device)
         # beside the valid ones lies the first again: what it holds is the request's own
-        wanted = torch.where(some < 0, some[:, :1].clamp(min=0), some).flatten()
+        filled = torch.where(part_slots < 0, part_slots[:, :1].clamp(min=0), part_slots).flatten()
         latents, rope = (
-            x.index_select(0, wanted)[:, None] for x in (flat[:, :v_dim], flat[:, v_dim:])
+            x.index_select(0, filled)[:, None] for x in (flat[:, :v_dim], flat[:, v_dim:])
         )
-        yield part, latents, rope, torch.where(some < 0, -1, order.view_as(some))
+        yield part, latents, rope, torch.where(part_slots < 0, -1, order.view_as(part_slots))
 
 
 def _pages(cache: LayerCache, pages: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
@@ -152,5 +152,5 @@ def _in_pages(cache: LayerCache, pages: Tensor, slots: Tensor) -> Tensor:
     size = cache.page_size
     place = torch.zeros(cache.num_pages, dtype=torch.int32, device=slots.device)
     place[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=slots.device)
-    found = place[(slots.clamp(min=0) // size).long()] * size + slots % size
-    return torch.where(slots < 0, -1, found)
+    page_slots = place[(slots.clamp(min=0) // size).long()] * size + slots % size
+    return torch.where(slots < 0, -1, page_slots)

@@ -46,8 +46,8 @@ def captured(
     event.wait(stream)
     event.reset(stream)
     workspace = operator(WORKSPACE, operands)(**operands, **lengths)
-    some = {name: x for name, x in operands.items() if name in _OF_OUTPUT}
-    out = operator(OUTPUT, some)(**some)
+    outputs = {name: x for name, x in operands.items() if name in _OF_OUTPUT}
+    out = operator(OUTPUT, outputs)(**outputs)
     operands = {**operands, "workspace": workspace, "out": list(out)}
     npu.graph_task_group_begin(stream)
     attend.out(**operands, **lengths)

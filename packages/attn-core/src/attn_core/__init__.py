@@ -49,9 +49,8 @@ _HOME = {
     "runtime.layer": "AttentionLayer LayerGroup",
     "runtime.linear": "Gate LinearLayer gated",
     "runtime.linear_routes": "LinearRoutes",
-    "runtime.backend": (
-        "AttentionBackend BackendConfig LinearAttentionBackend Metadata Output create_backend"
-    ),
+    "runtime.backend": "AttentionBackend LinearAttentionBackend Metadata Output create_backend",
+    "runtime.backend_config": "BackendConfig",
     "runtime.contract_checks": (
         "refuse_call refuse_layer refuse_mode refuse_unplanned refuse_window"
     ),

@@ -63,11 +63,11 @@ from attn_core.plugins.hookspecs import hookimpl as hookimpl
 from attn_core.plugins.registry import Registry as Registry
 from attn_core.plugins.registry import load_plugins as load_plugins
 from attn_core.runtime.backend import AttentionBackend as AttentionBackend
-from attn_core.runtime.backend import BackendConfig as BackendConfig
 from attn_core.runtime.backend import LinearAttentionBackend as LinearAttentionBackend
 from attn_core.runtime.backend import Metadata as Metadata
 from attn_core.runtime.backend import Output as Output
 from attn_core.runtime.backend import create_backend as create_backend
+from attn_core.runtime.backend_config import BackendConfig as BackendConfig
 from attn_core.runtime.batch import DECODE_MODES as DECODE_MODES
 from attn_core.runtime.batch import EVEN_MODES as EVEN_MODES
 from attn_core.runtime.batch import CacheView as CacheView

@@ -47,11 +47,11 @@ def xpu() -> Sequence[Capabilities]:
     small = replace(plain, head_dims=frozenset({64}), lse=False)
     cached = replace(small, lse=True, encoder=False)
     large = replace(plain, head_dims=frozenset({256}), cross_attention=False)
-    few = replace(large, head_dims=frozenset({96, 192, 512}), group_sizes=FEW, encoder=False)
+    few_groups = replace(large, head_dims=frozenset({96, 192, 512}), group_sizes=FEW, encoder=False)
     window = replace(plain, cross_attention=False, encoder=False, sliding_window=True, lse=False)
     windows = replace(window, head_dims=frozenset({64, 96, 256}), group_sizes=FEW)
     sinks = replace(window, group_sizes=FEW, sliding_window=False, sinks=True)
-    both = replace(sinks, head_dims=frozenset({64}), sliding_window=True)  # gpt-oss
+    windowed_sinks = replace(sinks, head_dims=frozenset({64}), sliding_window=True)  # gpt-oss
     vision = replace(
         plain,
         phases=ENCODE,
@@ -64,7 +64,7 @@ def xpu() -> Sequence[Capabilities]:
         lse=False,
         cuda_graph="never",
     )
-    return [plain, small, cached, large, few, window, windows, sinks, both, vision]
+    return [plain, small, cached, large, few_groups, window, windows, sinks, windowed_sinks, vision]
 
 
 def amx() -> Sequence[Capabilities]:

@@ -26,8 +26,8 @@ def refuse_pages(name: str, cache: LayerCache) -> None:
     assert cache.v is not None
     pages = (cache.k, cache.v)
     # both are addressed by tokens, through one table
-    apart = {divmod(x.stride(0), x.stride(1)) for x in pages}
-    if len(apart) > 1 or apart.pop()[1] or not all(loads(x[0]) for x in pages):
+    distances = {divmod(x.stride(0), x.stride(1)) for x in pages}
+    if len(distances) > 1 or distances.pop()[1] or not all(loads(x[0]) for x in pages):
         raise UnsupportedError(
             f"pool pages {list(pages[0].shape)} with strides {list(pages[0].stride())} and "
             f"{list(pages[1].stride())}: {name} reads pages a whole number of tokens apart, the "

@@ -61,13 +61,13 @@ class Dequantized(AttentionBackend):
     def _numbered(self, view: CacheView) -> tuple[CacheView, Tensor]:
         """Return a view of the copies, and which pages these are of; one at least a request."""
         counts = np.maximum(-(-key_lengths(view) // self.config.page_size), 1)
-        used = np.arange(counts.max(initial=1)) < counts[:, None]
-        numbers = (used.cumsum() - 1).reshape(used.shape) * used
-        host = np.concatenate([numbers, used.nonzero()], None, dtype=np.int32)
+        valid = np.arange(counts.max(initial=1)) < counts[:, None]
+        numbers = (valid.cumsum() - 1).reshape(valid.shape) * valid
+        host = np.concatenate([numbers, valid.nonzero()], None, dtype=np.int32)
         packed = torch.from_numpy(host).to(view.page_table.device)
-        sizes = [used.size, *[int(counts.sum())] * 2]
+        sizes = [valid.size, *[int(counts.sum())] * 2]
         table, rows, columns = packed.split_with_sizes(sizes)
-        return replace(view, page_table=table.view(used.shape)), view.page_table[rows, columns]
+        return replace(view, page_table=table.view(valid.shape)), view.page_table[rows, columns]
 
     def forward(
         self,

@@ -44,8 +44,8 @@ def store_dtype(device: Device, dtype: str = "auto", *, sinks: bool = False) -> 
         return "fp8_e4m3"
     if dtype == "bf16":
         return "bf16"
-    possible = "bf16, for a model with sinks" if sinks else "auto, bf16, fp8_e4m3"
-    raise UsageError(f"--kv-cache-dtype {dtype}: sparse MLA stores {possible}")
+    supported = "bf16, for a model with sinks" if sinks else "auto, bf16, fp8_e4m3"
+    raise UsageError(f"--kv-cache-dtype {dtype}: sparse MLA stores {supported}")
 
 
 def sub_backends(
@@ -69,8 +69,8 @@ def sub_backends(
     if glm and capability // 10 == 12 and store == "fp8_e4m3":
         return SubBackends("flashinfer_sparse_mla", "flashinfer_sparse_mla")
     if store == "fp8_e4m3":
-        both = "trtllm" if capability >= 100 else "flashmla_kv"
-        return SubBackends(both, both)
+        default = "trtllm" if capability >= 100 else "flashmla_kv"
+        return SubBackends(default, default)
     return SubBackends("flashmla_sparse", "trtllm" if capability >= 100 else "fa3")
 
 
@@ -79,8 +79,8 @@ def sparse_or_kv(total_kv_tokens: int, total_q_tokens: int) -> FlashMLA:
 
     Below 512 KV tokens a query token, gathering the selected tokens once is cheaper.
     """
-    few = total_kv_tokens < SPARSE_RATIO * total_q_tokens
-    return "flashmla_sparse" if few else "flashmla_kv"
+    few_keys = total_kv_tokens < SPARSE_RATIO * total_q_tokens
+    return "flashmla_sparse" if few_keys else "flashmla_kv"
 
 
 def flashmla_auto(

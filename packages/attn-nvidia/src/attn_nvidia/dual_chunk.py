@@ -97,5 +97,5 @@ class DualChunkFlashAttn(FA3):
         out: Tensor | None,
         return_lse: bool,
     ) -> Any:
-        one = q.select(1, call.rotation)
-        return super()._run(call, arguments, one, layer, cache, out, return_lse)
+        rotated_q = q.select(1, call.rotation)
+        return super()._run(call, arguments, rotated_q, layer, cache, out, return_lse)

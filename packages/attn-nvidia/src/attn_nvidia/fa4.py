@@ -161,9 +161,11 @@ class FA4(AttentionBackend):
                 values = kernel_pages(values, self._page)
         arguments = plan.arguments
         if not self._latent:
-            got = self._call(prepared, True, align16(q), keys, values, out, return_lse, arguments)
+            output = self._call(
+                prepared, True, align16(q), keys, values, out, return_lse, arguments
+            )
             keyless = plan.rows_without_keys
-            return got if keyless is None else _empty_rows(got, keyless, layer)
+            return output if keyless is None else _empty_rows(output, keyless, layer)
         # K is the rope part, the latent is V and joins the logits: four views, no copy
         cut = (layer.v_head_dim, layer.head_dim - layer.v_head_dim)
         (q_latent, q_rope), (latent, rope) = (
@@ -200,12 +202,14 @@ class FA4(AttentionBackend):
             "max_seqlen_k": max_k,
             "causal": causal,
         }
-        got = self._call(prepared, False, align16(q), align16(k), align16(v), out, return_lse, plan)
+        output = self._call(
+            prepared, False, align16(q), align16(k), align16(v), out, return_lse, plan
+        )
         if layer.sinks is None:
-            return got
+            return output
         keys = cu_seqlens_k.diff()
         rows_without_keys = _rows_without_keys(keys, cu_seqlens_q, q.shape[0], causal=causal)
-        return _empty_rows(got, rows_without_keys, layer)  # exp(sink + inf)
+        return _empty_rows(output, rows_without_keys, layer)  # exp(sink + inf)
 
     def _adopt(self, layer: AttentionLayer) -> _Layer:
         """Prepare a layer that the config does not list; one of a planned class runs as well."""
@@ -230,13 +234,13 @@ class FA4(AttentionBackend):
         if prepared.sinks is not None:  # a copy made once would miss weights loaded afterwards
             arguments["learnable_sink"] = prepared.sinks.to(torch.bfloat16)  # all that it takes
         with _ONE_AT_A_TIME:
-            got, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
+            result, lse = attend(q, k, v, out=out, return_lse=return_lse, **arguments)
         if not return_lse:
-            return got if out is None else out
+            return result if out is None else out
         lse = lse if kwargs else lse.T  # beside qv the library lays heads out innermost
         if prepared.sinks is not None:  # its sum is infinite where the sink is e^88 the best key
             lse = torch.where(lse == torch.inf, prepared.sinks.float(), lse)
-        return got if out is None else out, lse
+        return result if out is None else out, lse
 
     def _compile(self, variant: Variant, *tensors: Tensor | None, **arguments: Any) -> Any:
         """Call for the first time, which compiles unless another backend has done it."""
@@ -270,9 +274,9 @@ def _rows_without_keys(keys: Tensor, cu_seqlens_q: Tensor, tokens: int, *, causa
     return (token < first.index_select(0, request)).view(-1, 1)
 
 
-def _empty_rows(got: Output, rows_without_keys: Tensor, layer: AttentionLayer) -> Output:
+def _empty_rows(output: Output, rows_without_keys: Tensor, layer: AttentionLayer) -> Output:
     """Write what no keys give, zeros and the sink or -inf, where the kernel gave NaN."""
-    out, lse = got if isinstance(got, tuple) else (got, None)
+    out, lse = output if isinstance(output, tuple) else (output, None)
     out.masked_fill_(rows_without_keys.unsqueeze(-1), 0)
     if lse is None:
         return out

@@ -92,30 +92,32 @@ class DeepGemmIndexer:
         cache: LayerCache,
         batch: ForwardBatch,
         plan: Any,
-        kept: dict[Any, Any],
+        buffers: dict[Any, Any],
     ) -> Tensor:
         """Choose the keys of each query; plan: of triton's indexer, with each token's request.
 
-        kept: what the layers of a pass share. In a graph, which replays other lengths, that is
+        buffers: what the layers of a pass share. In a graph, which replays other lengths, that is
         nothing: what the first layer makes may have been made before the capture.
         """
         assert layer.index_topk is not None
         q_index, weights = q_index.contiguous(), weights.contiguous()
         view, tokens = batch.views[layer.view], q_index.shape[0]
         key = (layer.view, id(batch))
-        shared = _Shared.of(layer, batch, plan) if key not in kept else kept[key]
+        shared = _Shared.of(layer, batch, plan) if key not in buffers else buffers[key]
         if not plan.captured:
-            kept[key] = shared
+            buffers[key] = shared
         chosen = torch.empty(tokens, layer.index_topk, dtype=torch.int32, device=q_index.device)
         pages = -(-view.max_seq_len // _PAGE)
         rows = max(1, _MOST_SCORES // (pages * _PAGE))
         prompts = batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
-        news = batch.query_lens_host if prompts else None
+        query_lens = batch.query_lens_host if prompts else None
         first = 0
-        for number, count in enumerate((tokens,) if news is None else news):
+        for number, count in enumerate((tokens,) if query_lens is None else query_lens):
             if not count:
                 continue
-            keys = None if news is None else self._keys(cache, view.page_table[number, :pages])
+            keys = (
+                None if query_lens is None else self._keys(cache, view.page_table[number, :pages])
+            )
             for start in range(first, first + count, rows):
                 part = slice(start, min(start + rows, first + count))
                 q, w = q_index, weights
@@ -124,10 +126,10 @@ class DeepGemmIndexer:
                 if keys is not None:
                     scores = self._gathered(q, w, shared.visible[part], keys)
                 else:
-                    at = (start, part.stop)
-                    if at not in shared.parts:
-                        shared.parts[at] = self._part(shared, view.page_table, part, pages)
-                    scores = self._paged(q, w, cache, shared.parts[at], pages * _PAGE)
+                    range_key = (start, part.stop)
+                    if range_key not in shared.parts:
+                        shared.parts[range_key] = self._part(shared, view.page_table, part, pages)
+                    scores = self._paged(q, w, cache, shared.parts[range_key], pages * _PAGE)
                 self._selects.select(scores, start, chosen, layer, cache, batch, plan)
             first += count
         return chosen

@@ -70,8 +70,8 @@ class NSA(AttentionBackend):
         self._store: Store = "fp8_e4m3" if config.kv_cache_dtype == "fp8_e4m3" else "bf16"
         self._device = Device("cuda", config.arch)
         self._kernels = sub_backends(self._device, self._store, sinks=sinks)
-        if named := config.row.sub_backend:
-            self._kernels = SubBackends(named, named)
+        if sub_backend := config.row.sub_backend:
+            self._kernels = SubBackends(sub_backend, sub_backend)
         self._fa3 = FA3MLA(config)
         self._flashmla, self._build = load(config.name, config.row.requires[1])
         self._lse_unit = 1.0 if self._build else math.log(2.0)

@@ -186,11 +186,11 @@ def fa4() -> Sequence[Capabilities]:
         ({"sm110"}, SIXTEENS, row.priority),
         ({"sm100", "sm103"}, SIXTEENS, 30),  # the documented automatic choice there
     ):
-        here = replace(vision, archs=frozenset(archs), priority=priority)
+        fa4_vision = replace(vision, archs=frozenset(archs), priority=priority)
         eights = frozenset(range(8, 129, 8))
         encoders += [
-            replace(here, head_dims=dims),
-            replace(here, head_dims=eights, group_sizes=frozenset({1})),
+            replace(fa4_vision, head_dims=dims),
+            replace(fa4_vision, head_dims=eights, group_sizes=frozenset({1})),
         ]
     over_fp4 = [
         replace(

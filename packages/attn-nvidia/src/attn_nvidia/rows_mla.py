@@ -266,10 +266,13 @@ def nsa() -> Sequence[Capabilities]:
         sub_backend="flashmla_kv",
     )
     # a row of its own kernel stands before that with sinks, whose tails may be anything
-    named = [replace(r, sub_backend="flashmla_sparse") for r in (row, sinks)]
+    flashmla_rows = [replace(r, sub_backend="flashmla_sparse") for r in (row, sinks)]
     gathers = replace(fp8, deterministic=True, sub_backend="flashmla_sparse")
     prefill = [gathers, *(replace(r, sub_backend="flashmla_auto") for r in (row, sinks, fp8))]
-    named += [replace(row, sub_backend="fa3"), *(replace(r, phases=PREFILL) for r in prefill)]
+    flashmla_rows += [
+        replace(row, sub_backend="fa3"),
+        *(replace(r, phases=PREFILL) for r in prefill),
+    ]
     trtllm = replace(
         row,
         create="attn_nvidia.trtllm.sparse:TrtllmSparse",
@@ -286,7 +289,7 @@ def nsa() -> Sequence[Capabilities]:
         with_linear_layers=False,
         sub_backend="trtllm",
     )
-    return [row, sinks, fp8, *(replace(r, priority=5) for r in (*named, trtllm))]
+    return [row, sinks, fp8, *(replace(r, priority=5) for r in (*flashmla_rows, trtllm))]
 
 
 NSA_REFUSED: Final = {

@@ -27,7 +27,7 @@ class PageList:
 
     @classmethod
     def of(
-        cls, view: CacheView, page_size: int, kernel_page: int, size: int, *, gap: int = 0
+        cls, view: CacheView, page_size: int, kernel_page: int, size: int, *, spare: int = 0
     ) -> PageList:
         """List the pages of a view in `size` entries; never syncs. kernel_page divides page_size.
 
@@ -35,10 +35,12 @@ class PageList:
         """
         lengths = view.seq_lens
         counts = (lengths + (kernel_page - 1)) // kernel_page
-        every = torch.stack((counts, torch.full_like(counts, gap)), 1).flatten() if gap else counts
-        indptr = torch.nn.functional.pad(every.cumsum(0, dtype=torch.int32), (1, 0))
+        counts_with_gaps = (
+            torch.stack((counts, torch.full_like(counts, spare)), 1).flatten() if spare else counts
+        )
+        indptr = torch.nn.functional.pad(counts_with_gaps.cumsum(0, dtype=torch.int32), (1, 0))
         entry = torch.arange(size, dtype=torch.int32, device=indptr.device)
-        step = 2 if gap else 1
+        step = 2 if spare else 1
         first, end = indptr[:-1:step], indptr[step::step].contiguous()
         request = torch.searchsorted(end, entry, right=True).clamp_(max=lengths.shape[0] - 1)
         page = torch.minimum(entry - first[request], counts[request] - 1).clamp_(min=0)
@@ -47,13 +49,13 @@ class PageList:
         last = (lengths - (counts - 1) * kernel_page).clamp_(min=0)
         return cls(indptr, indices.int(), torch.where(counts > 0, last, 0).int())
 
-    def refill(self, view: CacheView, page_size: int, kernel_page: int, *, gap: int = 0) -> None:
+    def refill(self, view: CacheView, page_size: int, kernel_page: int, *, spare: int = 0) -> None:
         """List the pages of a replay into the tensors of its capture."""
-        fresh = PageList.of(view, page_size, kernel_page, self.indices.shape[0], gap=gap)
+        new_list = PageList.of(view, page_size, kernel_page, self.indices.shape[0], spare=spare)
         for old, new in (
-            (self.indptr, fresh.indptr),
-            (self.indices, fresh.indices),
-            (self.last_page_len, fresh.last_page_len),
+            (self.indptr, new_list.indptr),
+            (self.indices, new_list.indices),
+            (self.last_page_len, new_list.last_page_len),
         ):
             old.copy_(new)
 
@@ -73,7 +75,7 @@ class CapturedLists:
     def place(self, pages: PageList, name: str, batch: ForwardBatch) -> PageList:
         """Return the list of a view in a capture, its indices in memory that no step shares."""
         size, step = (name, batch.forward_mode, batch.batch_size, batch.num_tokens), 0
-        while (other := self._living.get((*size, step))) is not None and other() is not None:
+        while (owner := self._living.get((*size, step))) is not None and owner() is not None:
             step += 1
         length = pages.indices.shape[0]
         memory = self._memory.get((name, step))

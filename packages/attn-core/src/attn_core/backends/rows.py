@@ -151,12 +151,12 @@ def _triton_mha() -> Sequence[Capabilities]:
         kv_dtypes=cuda.kv_dtypes - FP4,  # the documented system stores FP4 on CUDA only
     )
     # Documented for GDN hybrids on ROCm: triton is recommended, so it ranks above aiter there.
-    beside = replace(rocm, with_linear_layers=True, priority=31)
+    hybrid = replace(rocm, with_linear_layers=True, priority=31)
     vision = [
         replace(cuda, archs=frozenset(), phases=ENCODE, dual_chunk=False, sparse_prefill=False),
         replace(rocm, phases=ENCODE, dual_chunk=False, sparse_prefill=False),
     ]
-    return [cuda, old, turing, rocm, beside, *vision]
+    return [cuda, old, turing, rocm, hybrid, *vision]
 
 
 def _tree(row: Capabilities) -> Capabilities:

@@ -63,19 +63,20 @@ class PageAllocator:
         """
         _refuse_negative(key, length)
         pages = self._pages.get(key, [])
-        have = self._lengths.get(key, 0)
-        written = pages[have // self.page_size : num_pages_for(length, self.page_size)]
+        length_before = self._lengths.get(key, 0)
+        written = pages[length_before // self.page_size : num_pages_for(length, self.page_size)]
         shared = [page for page in written if self._owners[page] > 1]
-        if shared and length > have:
+        if shared and length > length_before:
             raise UsageError(
-                f"{key!r} would write tokens {have} to {length - 1} into page {shared[0]}, which "
-                f"{self._owners[shared[0]]} keys share; share() its first {have} tokens with a new "
-                f"key and release {key!r}"
+                f"{key!r} would write tokens {length_before} to {length - 1} into page "
+                f"{shared[0]}, which {self._owners[shared[0]]} keys share; share() its first "
+                f"{length_before} tokens with a new key and release {key!r}"
             )
-        if 0 in written and length > have:
+        if 0 in written and length > length_before:
             raise UsageError(
-                f"{key!r} would write tokens {have} to {length - 1} into pages that it gave back "
-                "in release_before(); give back only what lies before its next token's window"
+                f"{key!r} would write tokens {length_before} to {length - 1} into pages that it "
+                "gave back in release_before(); give back only what lies before its next token's "
+                "window"
             )
         num_new = max(0, num_pages_for(length, self.page_size) - len(pages))
         if num_new > len(self._free):
@@ -84,9 +85,9 @@ class PageAllocator:
                 f"{self.page_size}), {len(self._free)} of {self.total} are free; release a "
                 "request or create a pool with more pages"
             )
-        fresh = [self._free.pop() for _ in range(num_new)]
-        self._owners.update(fresh)
-        self._pages[key], self._lengths[key] = [*pages, *fresh], length
+        new_pages = [self._free.pop() for _ in range(num_new)]
+        self._owners.update(new_pages)
+        self._pages[key], self._lengths[key] = [*pages, *new_pages], length
         return self.pages(key)
 
     def share(self, key: Hashable, from_key: Hashable, tokens: int, *, behind: int = 0) -> int:
@@ -104,10 +105,10 @@ class PageAllocator:
             raise UsageError(f"{key!r} holds pages already; share starts a new key")
         reused = reusable_prefix(tokens, self.page_size)
         prefix = self._pages_of(from_key)[: reused // self.page_size]
-        lost, have = 0 in prefix[max(behind, 0) // self.page_size :], self._lengths[from_key]
-        if tokens > have or lost:
-            why = "gave some of them back" if lost else f"has {have}"
-            raise UsageError(f"{key!r} asked to share {tokens} tokens, {from_key!r} {why}")
+        released, length = 0 in prefix[max(behind, 0) // self.page_size :], self._lengths[from_key]
+        if tokens > length or released:
+            reason = "gave some of them back" if released else f"has {length}"
+            raise UsageError(f"{key!r} asked to share {tokens} tokens, {from_key!r} {reason}")
         self._owners.update(filter(None, prefix))
         self._pages[key], self._lengths[key] = list(prefix), reused
         return reused
@@ -118,13 +119,13 @@ class PageAllocator:
         Their entries become the dummy page 0, so later pages keep their index.
         """
         pages = self._pages_of(key)
-        behind = min(max(position, 0) // self.page_size, len(pages))
-        self._let_go(pages[:behind])
-        pages[:behind] = [0] * behind
+        num_released = min(max(position, 0) // self.page_size, len(pages))
+        self._free_pages(pages[:num_released])
+        pages[:num_released] = [0] * num_released
 
     def release(self, key: Hashable) -> None:
         """Release all pages of a key and forget the key. Raises UsageError for an unknown key."""
-        self._let_go(self._pages_of(key))
+        self._free_pages(self._pages_of(key))
         del self._pages[key], self._lengths[key]
 
     def _pages_of(self, key: Hashable) -> list[int]:
@@ -136,7 +137,7 @@ class PageAllocator:
                 "keys do)"
             ) from None
 
-    def _let_go(self, pages: list[int]) -> None:
+    def _free_pages(self, pages: list[int]) -> None:
         for page in filter(None, pages):  # 0 was given back before
             self._owners[page] -= 1
             if not self._owners[page]:

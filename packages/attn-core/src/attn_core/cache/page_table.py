@@ -85,8 +85,8 @@ def to_csr(
     pages = (seq_lens + (page_size - 1)) // page_size
     indptr = _indptr(pages)
     total = int(indptr[-1]) if num_pages is None else num_pages
-    row, column, real = _ragged(indptr, total)
-    indices = page_table[row, column] * real if page_table.numel() else indptr.new_zeros(total)
+    row, column, valid = _ragged(indptr, total)
+    indices = page_table[row, column] * valid if page_table.numel() else indptr.new_zeros(total)
     last = torch.where(pages > 0, seq_lens - (pages - 1) * page_size, 0)
     return PageCsr(indptr, indices.to(torch.int32), last.to(torch.int32))
 
@@ -110,8 +110,8 @@ def split_pages(page_table: Tensor, page_size: int, kernel_page_size: int) -> Te
     parts = _parts(page_size, kernel_page_size)
     if parts == 1:
         return page_table
-    within = torch.arange(parts, dtype=torch.int32, device=page_table.device)
-    return (page_table[:, :, None] * parts + within).flatten(1)
+    offsets = torch.arange(parts, dtype=torch.int32, device=page_table.device)
+    return (page_table[:, :, None] * parts + offsets).flatten(1)
 
 
 def split_cache(cache: LayerCache, kernel_page_size: int) -> LayerCache:
@@ -164,8 +164,8 @@ def kernel_pages(pages: Tensor, size: int, *, dense: bool = False) -> Tensor:
 
 
 def _parts(page_size: int, kernel_page_size: int) -> int:
-    parts, rest = divmod(page_size, kernel_page_size)
-    if rest:
+    parts, remainder = divmod(page_size, kernel_page_size)
+    if remainder:
         raise UnsupportedError(
             f"kernel page {kernel_page_size} does not divide the pool's page {page_size}; "
             f"use a page size that is a multiple of {kernel_page_size}"
@@ -180,8 +180,8 @@ def _indptr(counts: Tensor) -> Tensor:
 def _ragged(indptr: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Give entry i < total its row, its place in the row, and whether it is a real one."""
     i = torch.arange(total, dtype=torch.int32, device=indptr.device)
-    real = i < indptr[-1]
+    valid = i < indptr[-1]
     # searchsorted, unlike repeat_interleave, needs no sum from the device
     row = torch.searchsorted(indptr[1:], i, right=True)
     row = row.clamp(max=max(indptr.shape[0] - 2, 0))
-    return row, (i - indptr[row]) * real, real
+    return row, (i - indptr[row]) * valid, valid

@@ -35,18 +35,18 @@ def take(t: Tensor, layout: str, slots: Tensor) -> Tensor:
     if layout == "NHD" and raw.is_contiguous():
         # rows of one dimension: three times as fast on a CPU
         rows = raw.view(raw.shape[0] * raw.shape[1], -1).index_select(0, flat)
-        got = rows.view(-1, *raw.shape[2:])
+        gathered = rows.view(-1, *raw.shape[2:])
     else:
-        got = raw[_index(raw, layout, flat)]
-    return got.view(t.dtype).view(*slots.shape, *got.shape[1:])
+        gathered = raw[_index(raw, layout, flat)]
+    return gathered.view(t.dtype).view(*slots.shape, *gathered.shape[1:])
 
 
 def take_pages(t: Tensor, layout: str, pages: Tensor) -> Tensor:
     """Gather pages, int of any shape S, as [*S, page_size, ...]; "HND" gives a transposed view."""
     raw, flat = _raw(t), pages.reshape(-1)
     if raw.is_contiguous():
-        got = raw.view(raw.shape[0], -1).index_select(0, flat)
+        gathered = raw.view(raw.shape[0], -1).index_select(0, flat)
     else:
-        got = raw.index_select(0, flat)
-    got = got.view(t.dtype).view(*pages.shape, *raw.shape[1:])
-    return got.transpose(-3, -2) if layout == "HND" else got
+        gathered = raw.index_select(0, flat)
+    gathered = gathered.view(t.dtype).view(*pages.shape, *raw.shape[1:])
+    return gathered.transpose(-3, -2) if layout == "HND" else gathered

@@ -127,8 +127,8 @@ class KVPool:
         blocks = [
             zeros((*shape, d // FP4_BLOCK), torch.float8_e4m3fn, self.device) for d in dims if fp4
         ]
-        index, own = None, self._index_layers is None or layer.layer_id in self._index_layers
-        if self.index_dim and own:
+        index, has_index = None, self._index_layers is None or layer.layer_id in self._index_layers
+        if self.index_dim and has_index:
             fp8 = self.index_dtype == "fp8_e4m3"
             keys = (size * (self.index_dim + SCALE_BYTES),) if fp8 else (size, self.index_dim)
             index_store = torch.uint8 if fp8 else TORCH_DTYPES[self.index_dtype]
@@ -149,8 +149,8 @@ class KVPool:
         try:
             return self._layers[layer_id]
         except KeyError:
-            known = sorted(self._layers)
-            raise UsageError(f"layer {layer_id} has no KV cache (layers: {known})") from None
+            layer_ids = sorted(self._layers)
+            raise UsageError(f"layer {layer_id} has no KV cache (layers: {layer_ids})") from None
 
     @property
     def nbytes(self) -> int:

@@ -103,9 +103,9 @@ class StatePool:
         layers = tuple(layers)
         first, dims = layers[0] if layers else None, {_dims(x): x.layer_id for x in layers}
         if first is None or len(dims) > 1:
-            found = ", ".join(f"layer {i} {d}" for d, i in dims.items()) or "no layers"
+            dims_text = ", ".join(f"layer {i} {d}" for d, i in dims.items()) or "no layers"
             raise UsageError(
-                f"a pool of states for {found} (expected layers of the same Hk, Hv, K, V and g)"
+                f"a pool of states for {dims_text} (expected layers of the same Hk, Hv, K, V and g)"
             )
         if dtype not in STATE_DTYPES:
             raise UsageError(
@@ -123,7 +123,7 @@ class StatePool:
             return zeros((*slots, *dims), TORCH_DTYPES[store], device)
 
         c = conv_channels
-        self._own(
+        self._wrap(
             [x.layer_id for x in layers],
             StateCache(
                 state=states(hv, v, k, store=dtype),
@@ -139,10 +139,10 @@ class StatePool:
     def of(cls, layer_ids: Sequence[int], states: StateCache) -> StatePool:
         """Wrap an engine's own tensors [layers, slots, …], one layer per id. Raises UsageError."""
         pool = cls.__new__(cls)
-        pool._own(layer_ids, states)
+        pool._wrap(layer_ids, states)
         return pool
 
-    def _own(self, layer_ids: Sequence[int], states: StateCache) -> None:
+    def _wrap(self, layer_ids: Sequence[int], states: StateCache) -> None:
         _check(len(layer_ids), states)
         self.states, self.layer_ids = states, tuple(layer_ids)
         self._layers = {
@@ -154,15 +154,15 @@ class StatePool:
         return self.layer_ids, self.states
 
     def __setstate__(self, saved: tuple[tuple[int, ...], StateCache]) -> None:
-        self._own(*saved)  # a pickle would make tensors of their own of the layers' views
+        self._wrap(*saved)  # a pickle would make tensors of their own of the layers' views
 
     def layer(self, layer_id: int) -> StateCache:
         """Return one layer's slots. Raises UsageError for a layer that is not in the pool."""
         try:
             return self._layers[layer_id]
         except KeyError:
-            known = sorted(self._layers)
-            raise UsageError(f"layer {layer_id} has no state (layers: {known})") from None
+            layer_ids = sorted(self._layers)
+            raise UsageError(f"layer {layer_id} has no state (layers: {layer_ids})") from None
 
     @property
     def device(self) -> torch.device:
@@ -198,11 +198,11 @@ class StatePool:
         conv_dtype: str = "bf16",
     ) -> int:
         """Return how many slots fit into `memory` bytes, before anything is allocated."""
-        one = StatePool(
+        pool = StatePool(
             layers, num_slots=1, dtype=dtype, num_drafts=num_drafts, conv_channels=conv_channels,
             conv_width=conv_width, conv_dtype=conv_dtype, device="meta",
         )  # fmt: skip
-        return memory // one.bytes_per_slot
+        return memory // pool.bytes_per_slot
 
     # What a slot is copied, kept or cleared with: states and convolution of all layers. The drafts
     # of a slot belong to one pass and stay where they are.
@@ -215,11 +215,11 @@ class StatePool:
         if not slots.numel():
             return
         top = slots.amax()  # in the place of padding; below 0 where all is
-        real = torch.where(slots < 0, top, slots).clamp(min=0)
+        valid_slots = torch.where(slots < 0, top, slots).clamp(min=0)
 
         def clear(t: Tensor) -> Tensor:
-            kept = t.index_select(1, real).masked_fill_(top >= 0, 0)
-            return t.index_copy_(1, real, kept)
+            cleared = t.index_select(1, valid_slots).masked_fill_(top >= 0, 0)
+            return t.index_copy_(1, valid_slots, cleared)
 
         self.states.map(clear, drafts=False)
 
@@ -229,9 +229,9 @@ class StatePool:
 
     def from_host(self, saved: StateCache, slots: Tensor) -> None:
         """Write what to_host returned into slots, int64 [N]; these need not be the same."""
-        for own, new in ((self.states.state, saved.state), (self.states.conv, saved.conv)):
-            if own is not None and new is not None:
-                own.index_copy_(1, slots, new.to(own.device))
+        for target, source in ((self.states.state, saved.state), (self.states.conv, saved.conv)):
+            if target is not None and source is not None:
+                target.index_copy_(1, slots, source.to(target.device))
 
     def _read(self, slots: Tensor) -> StateCache:
         return self.states.map(lambda t: t.index_select(1, slots), drafts=False)

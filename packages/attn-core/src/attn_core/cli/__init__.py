@@ -57,10 +57,10 @@ def _run(name: str) -> None:
         return
     import typer
 
-    wrong: Any = typer.BadParameter.__base__  # any wrong option or argument
+    usage_error: Any = typer.BadParameter.__base__  # any wrong option or argument
     try:
         sys.exit(run(standalone_mode=False) or 0)
-    except wrong as error:
+    except usage_error as error:
         raise UsageError(error.format_message()) from None
     except typer.Abort:
         sys.exit(1)

@@ -22,7 +22,7 @@ OF = ("mha", "mla")  # one pass has one right answer, of which each backend owes
 def compare_backends(
     registry: Registry,
     names: tuple[str, str],
-    here: Device,
+    local: Device,
     kinds: tuple[Kind, ...],
     *,
     quick: bool,
@@ -40,10 +40,10 @@ def compare_backends(
     if specs[0] is specs[1]:
         raise UsageError(f"--against {names[1]}: that is the backend itself; name another")
     libraries = registry.installed_libraries()
-    of: tuple[Kind, ...] = tuple(kind for kind in kinds if kind in OF)
-    if not of:
+    compared_kinds: tuple[Kind, ...] = tuple(kind for kind in kinds if kind in OF)
+    if not compared_kinds:
         raise UsageError(f"--against compares layers of kind {' and '.join(OF)}")
-    plans = [plan(spec, here, libraries, kinds=of, reduced=quick) for spec in specs]
+    plans = [plan(spec, local, libraries, kinds=compared_kinds, reduced=quick) for spec in specs]
     matched = list(pairs(plans[0], plans[1]))
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
@@ -54,21 +54,21 @@ def compare_backends(
         def step(name: str) -> None:
             bar.update(task, advance=1, description=name)
 
-        on = runner.torch_device(here)
-        done = compare_all(matched, specs, on, step, arch=here.arch)
-    if not any(x.ran for x in done):
-        raise UsageError(f"{names[0]} and {names[1]} share no case on {here}")
+        torch_dev = runner.torch_device(local)
+        compared = compare_all(matched, specs, torch_dev, step, arch=local.arch)
+    if not any(x.ran for x in compared):
+        raise UsageError(f"{names[0]} and {names[1]} share no case on {local}")
     if json:
-        print_json(_data(names, here, done))
+        print_json(_data(names, local, compared))
     else:
-        _print(names, here, done)
-    if any(x.differs for x in done):
+        _print(names, local, compared)
+    if any(x.differs for x in compared):
         raise typer.Exit(1)
 
 
-def _print(names: tuple[str, str], here: Device, done: list[Compared]) -> None:
+def _print(names: tuple[str, str], device: Device, compared: list[Compared]) -> None:
     groups: dict[tuple[str, str], list[Compared]] = {}
-    for x in done:
+    for x in compared:
         if x.ran:
             groups.setdefault((x.kind, x.feature), []).append(x)
     rows = []
@@ -78,26 +78,27 @@ def _print(names: tuple[str, str], here: Device, done: list[Compared]) -> None:
         numbers = [f"{top.error:.2e}", f"{top.budget:.2e}"]
         rows.append([kind, feature, str(len(group)), str(differ), *numbers])
     header = ["kind", "feature", "cases", "differ", "worst difference", "allowed"]
-    print_table(header, rows, title=f"{names[0]} against {names[1]} on {here}")
+    print_table(header, rows, title=f"{names[0]} against {names[1]} on {device}")
     print()
     out = console()
-    alone = sum(not x.ran for x in done)
+    alone = sum(not x.ran for x in compared)
     if alone:
         out.print(f"{alone} cases were not compared: one of the two does not declare them")
-    for x in done:
+    for x in compared:
         if x.differs:
             out.print(f"differ: {x.detail}", soft_wrap=True)
 
 
-def _data(names: tuple[str, str], here: Device, done: list[Compared]) -> dict[str, object]:
-    ran = [x for x in done if x.ran]
+def _data(names: tuple[str, str], device: Device, compared: list[Compared]) -> dict[str, object]:
+    finished = [x for x in compared if x.ran]
     return {
         "backend": names[0],
         "against": names[1],
-        "device": str(here),
-        "differ": [x.detail for x in ran if x.differs],
+        "device": str(device),
+        "differ": [x.detail for x in finished if x.differs],
         "cases": {
-            f"{x.kind} {x.id}": {"error": x.measure.error, "allowed": x.measure.budget} for x in ran
+            f"{x.kind} {x.id}": {"error": x.measure.error, "allowed": x.measure.budget}
+            for x in finished
         },
-        "not_compared": {f"{x.kind} {x.id}": x.detail for x in done if not x.ran},
+        "not_compared": {f"{x.kind} {x.id}": x.detail for x in compared if not x.ran},
     }

@@ -61,7 +61,7 @@ def command(name: str) -> click.Group:
 
 def variables(group: click.Group) -> list[str]:
     """Return the environment variables that options of the commands in `group` read."""
-    options = (option for one in group.commands.values() for option in one.params)
+    options = (option for subcommand in group.commands.values() for option in subcommand.params)
     return [str(option.envvar) for option in options if option.envvar]
 
 

@@ -25,8 +25,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def backends_command(json: Json = False) -> None:
     """List every backend with its origin, library and usability, and broken or slow plugins."""
     registry = load_plugins()
-    libraries, here = registry.installed_libraries(), probe_device()
-    entries = [_entry(registry, s, here, libraries) for s in registry.backends.values()]
+    libraries, device = registry.installed_libraries(), probe_device()
+    entries = [_entry(registry, s, device, libraries) for s in registry.backends.values()]
     if json:
         broken = [
             {"name": b.name, "origin": str(b.origin), "error": b.error, "details": b.details}
@@ -36,13 +36,13 @@ def backends_command(json: Json = False) -> None:
             {"name": s.name, "origin": str(s.origin), "seconds": round(s.seconds, 3)}
             for s in registry.slow
         ]
-        print_json({"device": str(here), "backends": entries, "broken": broken, "slow": slow})
+        print_json({"device": str(device), "backends": entries, "broken": broken, "slow": slow})
         return
     rows = [
         [e["name"], ", ".join(e["kinds"]), e["origin"], _versions(e["libraries"]), e["here"]]
         for e in entries
     ]
-    print_table(["backend", "kinds", "from", "libraries", f"on {here}"], rows)
+    print_table(["backend", "kinds", "from", "libraries", f"on {device}"], rows)
     for s in registry.slow:
         console().print(f"\nslow: {s.name} from {s.origin} ({s.origin.module})\n  {s}")
     for b in registry.broken:
@@ -52,15 +52,15 @@ def backends_command(json: Json = False) -> None:
 
 
 def _entry(
-    registry: Registry, spec: BackendSpec, here: Device, libraries: Libraries
+    registry: Registry, spec: BackendSpec, device: Device, libraries: Libraries
 ) -> dict[str, Any]:
     groups = sorted({g for row in spec.capabilities for g in row.requires})
     versions = {}
     for name in (w.name for g in groups for w in alternatives(g)):
-        known = canonicalize_name(name)
+        canonical = canonicalize_name(name)
         # a plugin's own library may have no version
-        versions[name] = (libraries[known] or "found") if known in libraries else None
-    reason = _reason(spec, here, libraries)
+        versions[name] = (libraries[canonical] or "found") if canonical in libraries else None
+    reason = _reason(spec, device, libraries)
     return {
         "name": spec.name,
         "family": spec.family,
@@ -75,15 +75,17 @@ def _entry(
     }
 
 
-def _reason(spec: BackendSpec, here: Device, libraries: Libraries) -> str | None:
-    rows = [r for r in spec.capabilities if r.device in ("any", here.type)]
+def _reason(spec: BackendSpec, device: Device, libraries: Libraries) -> str | None:
+    rows = [r for r in spec.capabilities if r.device in ("any", device.type)]
     if not rows:
         return "for " + ", ".join(sorted({r.device for r in spec.capabilities}))
-    fitting = [r for r in rows if not r.archs or here.arch in r.archs]
+    fitting = [r for r in rows if not r.archs or device.arch in r.archs]
     if not fitting:
         return "for " + ", ".join(sorted({f"{r.device}:{a}" for r in rows for a in r.archs}))
-    lacks = [[g for g in r.requires if shortfall(g, libraries) is not None] for r in fitting]
-    missing = min(lacks, key=len)
+    missing_groups = [
+        [g for g in r.requires if shortfall(g, libraries) is not None] for r in fitting
+    ]
+    missing = min(missing_groups, key=len)
     if missing:
         return f"needs {' and '.join(missing)}"
     return None if spec.implemented else "declared, not implemented in 0.1"

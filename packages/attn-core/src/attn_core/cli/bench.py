@@ -44,12 +44,12 @@ def bench_command(
             for key, cost in sorted(costs.items(), key=lambda item: item[1].us):
                 spread = f"{micros(cost.low)} to {micros(cost.high)}"
                 host = micros(cost.host_us) if cost.host_us else ""
-                drawn = bar(cost.us / slowest)
-                rows.append([*shape, key.backend, micros(cost.us), drawn, spread, host])
+                bar_text = bar(cost.us / slowest)
+                rows.append([*shape, key.backend, micros(cost.us), bar_text, spread, host])
                 data.append({"backend": key.backend, **_shape(step), **cost._asdict()})
-            for key, why in step.profile.bad.items():
-                rows.append([*shape, key.backend, why, "", "", ""])
-                data.append({"backend": key.backend, **_shape(step), "bad": why})
+            for key, reason in step.profile.bad.items():
+                rows.append([*shape, key.backend, reason, "", "", ""])
+                data.append({"backend": key.backend, **_shape(step), "bad": reason})
             if step.skipped:
                 rows.append([*shape, "", step.skipped, "", "", ""])
                 data.append({"backend": None, **_shape(step), "skipped": step.skipped})

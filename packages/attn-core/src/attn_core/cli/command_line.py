@@ -28,14 +28,14 @@ def changed_flags(flags: InputFlags, fixes: tuple[Fix, ...]) -> tuple[InputFlags
 
     Those are an installation on this machine, and another model where --model names one.
     """
-    rest = []
+    remaining = []
     for fix in fixes:
         values = _values(flags, fix)
         if values is None:
-            rest.append(fix)
+            remaining.append(fix)
         else:
             flags = replace(flags, **values)
-    return flags, tuple(rest)
+    return flags, tuple(remaining)
 
 
 def _values(flags: InputFlags, fix: Fix) -> dict[str, Any] | None:
@@ -52,25 +52,31 @@ def _values(flags: InputFlags, fix: Fix) -> dict[str, Any] | None:
         if "speculation" in values:
             names = ("eagle_topk", "attention_mode", "num_draft_tokens")
             return {f"speculative_{name}": None for name in names}
-        known = {"dtype", "kv_cache_dtype", "page_size", "deterministic", "shared_prefix"}
-        return values if set(values) <= known else None
+        plain_flags = {"dtype", "kv_cache_dtype", "page_size", "deterministic", "shared_prefix"}
+        return values if set(values) <= plain_flags else None
     if fix.target == "device":
-        moved = {"device": str(Device(values["type"], values["arch"]))} if "type" in values else {}
-        return moved | ({"runtime_version": values["runtime"]} if "runtime" in values else {})
+        device_flag = (
+            {"device": str(Device(values["type"], values["arch"]))} if "type" in values else {}
+        )
+        return device_flag | ({"runtime_version": values["runtime"]} if "runtime" in values else {})
     if fix.target == "libraries":
         return _installed(flags, set(values))
     return _shape(flags, fix, values)
 
 
-def _installed(flags: InputFlags, wanted: set[str]) -> dict[str, Any] | None:
+def _installed(flags: InputFlags, distributions: set[str]) -> dict[str, Any] | None:
     """Add libraries to --assume-installed. Without that flag, this machine's libraries count."""
     if flags.assume_installed is None:
         return None
-    kept = []
+    libraries = []
     for name in names(flags.assume_installed):
-        if name == "all" or canonicalize_name(alternatives(name)[0].name) not in wanted:
-            kept.append(name)
-    return {"assume_installed": [",".join([*kept, *(() if "all" in kept else sorted(wanted))])]}
+        if name == "all" or canonicalize_name(alternatives(name)[0].name) not in distributions:
+            libraries.append(name)
+    return {
+        "assume_installed": [
+            ",".join([*libraries, *(() if "all" in libraries else sorted(distributions))])
+        ]
+    }
 
 
 def _shape(flags: InputFlags, fix: Fix, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -91,25 +97,25 @@ def _shape(flags: InputFlags, fix: Fix, values: dict[str, Any]) -> dict[str, Any
 
 def applier(flags: InputFlags, registry: Registry) -> Any:
     """Return a function that applies fixes and returns the inputs of their command line."""
-    known: dict[str, SelectionInputs | None] = {}
+    cache: dict[str, SelectionInputs | None] = {}
 
     def apply(fixes: tuple[Fix, ...]) -> SelectionInputs | None:
-        after, rest = changed_flags(flags, fixes)
-        key = repr(after)
-        if key not in known:
+        changed, remaining = changed_flags(flags, fixes)
+        key = repr(changed)
+        if key not in cache:
             try:
-                known[key] = selection_inputs(after, registry)
+                cache[key] = selection_inputs(changed, registry)
             except UsageError:
-                known[key] = None
-        inputs = known[key]
-        return None if inputs is None else inputs.apply(rest)
+                cache[key] = None
+        inputs = cache[key]
+        return None if inputs is None else inputs.apply(remaining)
 
     return apply
 
 
 def written(command: str, flags: InputFlags) -> str:
     """Return a command line. It unsets environment variables whose flags it omits."""
-    words, unset = ["attn", command], []
+    args, unset = ["attn", command], []
     hints = get_type_hints(InputFlags, include_extras=True)
     for f in fields(flags):
         value, option = getattr(flags, f.name), hints[f.name].__metadata__[0]
@@ -117,10 +123,10 @@ def written(command: str, flags: InputFlags) -> str:
             if option.envvar and os.environ.get(option.envvar):
                 unset += ["-u", option.envvar]
             continue
-        words.append("--" + f.name.replace("_", "-"))
+        args.append("--" + f.name.replace("_", "-"))
         if value is not True:
-            words.append(_text(value))
-    return shlex.join([*(["env", *unset] if unset else []), *words])
+            args.append(_text(value))
+    return shlex.join([*(["env", *unset] if unset else []), *args])
 
 
 def _text(value: str | float | Path | list[str]) -> str:

@@ -57,17 +57,17 @@ def _widths(rows: list[list[str]], width: int) -> list[int]:
     Where the words do not fit, those of the widest columns break, names (the first column) last.
     """
     columns = list(zip(*rows, strict=True))
-    least = [max(len(word) for cell in c for word in (cell.split() or [""])) for c in columns]
-    whole = [max(map(len, c)) for c in columns]
-    while sum(least) > max(width, len(columns)):
-        widest = max(range(len(columns)), key=lambda i: (least[i] > 1, i > 0, least[i]))
-        least[widest] -= 1
-    spare = max(0, width - sum(least))
-    wanting = sorted(range(len(columns)), key=lambda i: whole[i] - least[i])
+    minimum = [max(len(word) for cell in c for word in (cell.split() or [""])) for c in columns]
+    natural = [max(map(len, c)) for c in columns]
+    while sum(minimum) > max(width, len(columns)):
+        widest = max(range(len(columns)), key=lambda i: (minimum[i] > 1, i > 0, minimum[i]))
+        minimum[widest] -= 1
+    spare_width = max(0, width - sum(minimum))
+    wanting = sorted(range(len(columns)), key=lambda i: natural[i] - minimum[i])
     for left, i in zip(range(len(wanting), 0, -1), wanting, strict=True):
-        share = min(whole[i] - least[i], spare // left)
-        least[i], spare = least[i] + share, spare - share
-    return least
+        share = min(natural[i] - minimum[i], spare_width // left)
+        minimum[i], spare_width = minimum[i] + share, spare_width - share
+    return minimum
 
 
 def print_text(text: str) -> None:

@@ -68,17 +68,19 @@ def _probe(registry: Registry, seconds: float) -> None:
         raise UsageError(f"--seconds {seconds}: above 0, at most {MOST_SECONDS}")
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-    here = probe_device()
+    device = probe_device()
     verdicts: dict[RowName, str] = {}
-    todo = targets(registry, here)
+    probe_targets = targets(registry, device)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with progress(*columns, TextColumn("{task.description}")) as bar:
-        task = bar.add_task("", total=len(todo))
-        for one in run_probes(todo, here, seconds):
-            name = one.target.name
+        task = bar.add_task("", total=len(probe_targets))
+        for probed in run_probes(probe_targets, device, seconds):
+            name = probed.target.name
             bar.update(task, advance=1, description=name[1])
-            if one.unknown:
-                print(f"attn: {name[1]}, row {name[2]}: not probed: {one.unknown}", file=sys.stderr)
+            if probed.unknown:
+                print(
+                    f"attn: {name[1]}, row {name[2]}: not probed: {probed.unknown}", file=sys.stderr
+                )
                 continue
-            verdicts[name] = verdicts.get(name) or one.failed  # two rows that differ in prose
-            write(verdicts, registry, here)
+            verdicts[name] = verdicts.get(name) or probed.failed  # two rows that differ in prose
+            write(verdicts, registry, device)

@@ -34,16 +34,16 @@ COUNTS = ("tp", *(name for name in SHAPE if name not in ("kind", "sinks")))
 
 def selection_inputs(flags: InputFlags, registry: Registry) -> SelectionInputs:
     """Return the inputs of select() for the flags. Raises UsageError, ModelConfigError."""
-    here = probe_device()
+    detected = probe_device()
     types = {r.device for s in registry.backends.values() for r in s.capabilities} - {"any"}
-    text = here.type if flags.device is None else flags.device
-    device = parse_device(text, flags.runtime_version, types, here)
+    text = detected.type if flags.device is None else flags.device
+    device = parse_device(text, flags.runtime_version, types, detected)
     if flags.device is None:
-        device = here
-    own = next((d for d in devices_of(here) if str(d) == str(device)), None)
-    same = own is not None and device.name in (None, own.name)  # "h200" is no other sm90
-    if own and same:  # one that is named keeps the documented order, also on its own machine
-        device = replace(device, runtime=flags.runtime_version or own.runtime)
+        device = detected
+    local = next((d for d in devices_of(detected) if str(d) == str(device)), None)
+    same = local is not None and device.name in (None, local.name)  # "h200" is no other sm90
+    if local and same:  # one that is named keeps the documented order, also on its own machine
+        device = replace(device, runtime=flags.runtime_version or local.runtime)
     libraries, assumed = _libraries(flags, registry, same)
     if device.runtime is None and device.type in RUNTIMES:
         assumed.append(f"the runtime version of {device.type} is unknown: taken as the newest")
@@ -67,25 +67,25 @@ def _profile(
         return None
     if not simulated or flags.profile == settings.NONE:
         return settings.profile_here(flags.profile, registry, device)
-    found = store.read_profile(Path(str(flags.profile)))
+    profile = store.read_profile(Path(str(flags.profile)))
     # what is assumed to be installed has any version
-    here = {name: libraries[name] for name in found.environment if name in libraries}
-    known = {name: found.environment[name] for name in here}
-    differs = Profile(environment=known).differences(here)
-    if device.name is not None and found.device != device.name:
-        differs.append(f"device was {found.device} and is {device.name}")
+    installed = {name: libraries[name] for name in profile.environment if name in libraries}
+    measured = {name: profile.environment[name] for name in installed}
+    differs = Profile(environment=measured).differences(installed)
+    if device.name is not None and profile.device != device.name:
+        differs.append(f"device was {profile.device} and is {device.name}")
     settings.refuse_foreign(differs, str(flags.profile))
-    return found
+    return profile
 
 
 def _libraries(
     flags: InputFlags, registry: Registry, same: bool
 ) -> tuple[dict[str, str | None], list[str]]:
     assumed = names(flags.assume_installed)
-    named = [name for name in assumed if name != "all"]
-    every: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
+    explicit = [name for name in assumed if name != "all"]
+    all_libraries: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
     optional = [name for spec in registry.backends.values() for name in spec.optional]
-    pinned, known = parse_libraries(named), [*every, *optional, "torch"]
+    pinned, known = parse_libraries(explicit), [*all_libraries, *optional, "torch"]
     for name in pinned:
         if name not in known:
             raise UsageError(
@@ -93,10 +93,10 @@ def _libraries(
             )
     installed: dict[str, str | None] = dict(registry.installed_libraries()) if same else {}
     if "all" in assumed or not (same or assumed):
-        exact = f"; exactly: {', '.join(named)}" if named else ""
-        return every | pinned, [f"every library counts as installed, new enough{exact}"]
-    if named:
-        text = f"installed: {', '.join(named)}" + ("" if same else ", no other library")
+        exact = f"; exactly: {', '.join(explicit)}" if explicit else ""
+        return all_libraries | pinned, [f"every library counts as installed, new enough{exact}"]
+    if explicit:
+        text = f"installed: {', '.join(explicit)}" + ("" if same else ", no other library")
         return installed | pinned, [text]
     return installed, []
 
@@ -214,8 +214,8 @@ def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:
     check("--speculative-attention-mode", mode, ("prefill", "decode"))
     drafts = flags.speculative_num_draft_tokens
     if topk is None:
-        given = {"attention-mode": mode, "num-draft-tokens": drafts}
-        for name in (name for name, value in given.items() if value is not None):
+        options = {"attention-mode": mode, "num-draft-tokens": drafts}
+        for name in (name for name, value in options.items() if value is not None):
             raise UsageError(
                 f"--speculative-{name} without --speculative-eagle-topk: "
                 "there is nothing to verify; add --speculative-eagle-topk 1"
@@ -223,14 +223,14 @@ def _speculation(flags: InputFlags, assumed: list[str]) -> Speculation | None:
         return None
     assumed.append(f"--speculative-eagle-topk {topk} turns speculation on")
     chosen: Literal["prefill", "decode"] = "decode" if mode == "decode" else "prefill"
-    some = Speculation(topk=topk, mode=chosen)
-    return some if drafts is None else replace(some, num_draft_tokens=drafts)
+    speculation = Speculation(topk=topk, mode=chosen)
+    return speculation if drafts is None else replace(speculation, num_draft_tokens=drafts)
 
 
-def check(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
-    """Refuse a value that is not in `known`; the error suggests similar ones."""
-    if value is not None and value not in known:
-        raise UsageError(f"{option} {value}: {near(value, known)}")
+def check(option: str, value: str | None, choices: tuple[str, ...]) -> str | None:
+    """Refuse a value that is not in `choices`; the error suggests similar ones."""
+    if value is not None and value not in choices:
+        raise UsageError(f"{option} {value}: {near(value, choices)}")
     return value
 
 
@@ -238,21 +238,21 @@ def _all_names(registry: Registry) -> list[str]:
     return sorted({w.name for group in registry.requires() for w in alternatives(group)})
 
 
-def must_be_here(inputs: SelectionInputs, here: Device, what: str) -> None:
+def must_be_here(inputs: SelectionInputs, local: Device, action: str) -> None:
     """Refuse a simulated device or assumed libraries: kernels need real ones.
 
-    what: what runs them: "a warm-up".
+    action: what runs them: "a warm-up".
     """
     if not inputs.simulated:
         return
-    present = [str(device) for device in devices_of(here)]
+    present = [str(device) for device in devices_of(local)]
     if str(inputs.device) in present:
         raise UsageError(
-            f"--assume-installed: {what} runs kernels, so it takes the libraries that are "
+            f"--assume-installed: {action} runs kernels, so it takes the libraries that are "
             "installed; leave it out"
         )
     raise UsageError(
-        f"--device {inputs.device}: {what} runs kernels, and this machine has "
+        f"--device {inputs.device}: {action} runs kernels, and this machine has "
         f"{' and '.join(present)}; leave --device out, or run the command on a machine that "
         "has one"
     )

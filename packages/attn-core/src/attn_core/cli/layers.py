@@ -20,18 +20,18 @@ def layers_as_text(needs: Requirements, model: Path) -> str:
     for part, x in _parts(needs):
         names = ("query", "KV") if x.family == "softmax" else ("key", "value")
         counts = (x.num_q_heads, x.num_kv_heads)
-        named = {f"{name} heads": n for name, n in zip(names, counts, strict=True)}
-        words = [f"{value} {name}" for name, value in named.items() if value is not None]
+        head_counts = {f"{name} heads": n for name, n in zip(names, counts, strict=True)}
+        texts = [f"{value} {name}" for name, value in head_counts.items() if value is not None]
         dims = dict.fromkeys((x.head_dim, x.v_head_dim))
-        words.append(f"head_dim {'/'.join(str(dim) for dim in dims)}")
-        words += [f"window {x.sliding_window}"] if x.sliding_window else []
-        words += [f"logit cap {x.logit_cap:g}"] if x.logit_cap else []
-        words += [f"top {x.index_topk} keys"] if x.index_topk else []
-        words += [f"{x.index_heads} index heads of {x.index_dim}"] if x.index_heads else []
-        words += ["selection of the layer before"] if x.shares_topk else []
-        words += [f"dual chunk attention {x.dual_chunk}"] if x.dual_chunk else []
-        words += [name for name in ("sinks", "cross", "encoder") if getattr(x, name)]
-        lines.append(f"  {part if part == 'vision' else x.kind:<11}{', '.join(words)}")
+        texts.append(f"head_dim {'/'.join(str(dim) for dim in dims)}")
+        texts += [f"window {x.sliding_window}"] if x.sliding_window else []
+        texts += [f"logit cap {x.logit_cap:g}"] if x.logit_cap else []
+        texts += [f"top {x.index_topk} keys"] if x.index_topk else []
+        texts += [f"{x.index_heads} index heads of {x.index_dim}"] if x.index_heads else []
+        texts += ["selection of the layer before"] if x.shares_topk else []
+        texts += [f"dual chunk attention {x.dual_chunk}"] if x.dual_chunk else []
+        texts += [name for name in ("sinks", "cross", "encoder") if getattr(x, name)]
+        lines.append(f"  {part if part == 'vision' else x.kind:<11}{', '.join(texts)}")
     return "\n".join(lines)
 
 

@@ -40,12 +40,12 @@ def lock_command(
     registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
     selection = inputs.select(registry)
-    kept = lock_of(inputs, selection, registry)
+    lock = lock_of(inputs, selection, registry)
     try:
-        store.put(file, jsons.dumps(kept.to_json(), indent=1, ensure_ascii=True) + "\n")
+        store.put(file, jsons.dumps(lock.to_json(), indent=1, ensure_ascii=True) + "\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise UsageError(f"lock {file}: {getattr(error, 'strerror', None) or error}") from None
-    lines = [f"  {name:<17}{c.choice:<16} {c.reason}".rstrip() for name, c in kept.decision.items()]
+    lines = [f"  {name:<17}{c.choice:<16} {c.reason}".rstrip() for name, c in lock.decision.items()]
     print_text("\n".join([f"{file}, on {inputs.device}", *lines]))
 
 

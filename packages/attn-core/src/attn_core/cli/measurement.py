@@ -41,12 +41,12 @@ Minutes = Annotated[float, flag("--minutes", "No shape begins after this many mi
 def inputs_of(flags: InputFlags, path: Path | None, registry: Registry) -> SelectionInputs:
     if path is not None and flags.model is not None:
         raise UsageError(f"{path} and --model {flags.model}: name one model")
-    here = probe_device()
-    device = None if flags.device == here.type else flags.device  # the one of that type
+    detected = probe_device()
+    device = None if flags.device == detected.type else flags.device  # the one of that type
     flags = replace(flags, model=path or flags.model, device=device)
     shape = (flags.kind, *(getattr(flags, name) for name in SHAPE if name not in ("kind", "sinks")))
     inputs = selection_inputs(flags, registry)
-    must_be_here(inputs, here, "a measurement")
+    must_be_here(inputs, detected, "a measurement")
     if flags.model is not None or flags.sinks or any(x is not None for x in shape):
         return inputs
     return replace(inputs, requirements=replace(inputs.requirements, layers=(LAYER,)))
@@ -59,8 +59,8 @@ def unnamed(needs: Requirements) -> bool:
 
 def part_of(text: str) -> tuple[int, int]:
     """Return which part of how many: "2/3" is every third shape, from the second on."""
-    one, _, parts = text.partition("/")
-    numbers = [int(x) if x.isascii() and x.isdigit() and len(x) < 5 else 0 for x in (one, parts)]
+    number, _, parts = text.partition("/")
+    numbers = [int(x) if x.isascii() and x.isdigit() and len(x) < 5 else 0 for x in (number, parts)]
     if not 1 <= numbers[0] <= numbers[1] <= MOST_PARTS:
         raise UsageError(f'--part {text}: expected a part and their number, as in "1/2"')
     return numbers[0], numbers[1]
@@ -72,11 +72,11 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    old_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 @dataclass
@@ -113,44 +113,44 @@ class Measurement:
         x = self.inputs
         here = (x.device, self.registry, x.libraries, x.overrides, x.workload)
         usual = self.usual and unnamed(x.requirements)
-        todo = (
+        listed_jobs = (
             usual_jobs(*here, grid=self.grid)
             if usual
             else jobs(x.requirements, *here, grid=self.grid)
         )
-        if not todo:
+        if not listed_jobs:
             x.select(self.registry, advise=False)  # says who refuses what
             raise UsageError("nothing to measure: no backend that fits reads a cache of pages here")
-        todo = todo[self.part[0] - 1 :: self.part[1]]
+        listed_jobs = listed_jobs[self.part[0] - 1 :: self.part[1]]
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with stdout_to_stderr(), progress(*columns, TextColumn("{task.description}")) as bar:
-            self.listed, on = len(todo), torch_device(x.device)
+            self.listed, device = len(listed_jobs), torch_device(x.device)
 
             def advance(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)
 
-            task, start = bar.add_task("compiling", total=len(todo)), time.monotonic()
+            task, start = bar.add_task("compiling", total=len(listed_jobs)), time.monotonic()
             if not compiled:
                 self.not_compiled = compile_kernels(
-                    todo, self.known, on, arch=x.device.arch, step=advance
+                    listed_jobs, self.known, device, arch=x.device.arch, step=advance
                 )
             self.compile_s = time.monotonic() - start
             if compile_only:
                 yield iter(())
                 return
-            bar.update(task, completed=0, total=len(todo))
+            bar.update(task, completed=0, total=len(listed_jobs))
 
             def begin(job: Job) -> None:
                 names = ", ".join(c.spec.name for c in job.candidates)
-                at = todo.index(job)
-                bar.update(task, completed=at, description=f"{job.size}: {names}")
+                index = listed_jobs.index(job)
+                bar.update(task, completed=index, description=f"{job.size}: {names}")
 
             start = time.monotonic()
             yield session(
-                todo,
+                listed_jobs,
                 self.known,
                 self.environment,
-                on,
+                device,
                 arch=x.device.arch,
                 minutes=self.minutes,
                 begin=begin,

@@ -37,25 +37,25 @@ def replay_command(
     The truth is a float64 oracle, the tolerance that of the conformance suite. The outputs in the
     file are judged too.
     """
-    registry, here = load_plugins(), local_device(device)
+    registry, local = load_plugins(), local_device(device)
     from attn_core.trust.files import load  # torch, which other commands do without
     from attn_core.trust.replay import described, replay
 
     r = load(file)
     with stdout_to_stderr():  # compilers print
-        found = replay(r, names(backend), registry, here)
+        result = replay(r, names(backend), registry, local)
     if json:
-        about = {"file": str(file), "device": str(here), "call": described(r), "about": r.about}
-        print_json({**about, "backends": {x.name: _data(x) for x in found}})
+        about = {"file": str(file), "device": str(local), "call": described(r), "about": r.about}
+        print_json({**about, "backends": {x.name: _data(x) for x in result}})
     else:
         console().print(described(r), soft_wrap=True)
-        rows = [row for x in found for row in _rows(x)]
+        rows = [row for x in result for row in _rows(x)]
         header = ["backend", "verdict", "worst request", "error", "allowed"]
-        print_table(header, rows, title=f"on {here}")
-        for x in (x for x in found if x.refused):
+        print_table(header, rows, title=f"on {local}")
+        for x in (x for x in result if x.refused):
             console().print(f"{x.name} was not run: {x.refused}", soft_wrap=True)
-    asked = names(backend)
-    if any(x.wrong for x in found if not asked or x.name in asked):
+    requested = names(backend)
+    if any(x.wrong for x in result if not requested or x.name in requested):
         raise typer.Exit(1)
 
 
@@ -76,7 +76,7 @@ def bisect_command(
 
     Requests, tokens, heads, layers and features that the fault does not need are left out.
     """
-    registry, here = load_plugins(), local_device(device)
+    registry, local = load_plugins(), local_device(device)
     from attn_core.trust.bisect import smallest  # torch
     from attn_core.trust.files import load, save
     from attn_core.trust.replay import described
@@ -88,19 +88,19 @@ def bisect_command(
 
     with stdout_to_stderr(), progress(TextColumn("{task.description}")) as bar:
         task = bar.add_task("")
-        found = smallest(
-            r, backend, registry, here, step=lambda text: bar.update(task, description=text)
+        result = smallest(
+            r, backend, registry, local, step=lambda text: bar.update(task, description=text)
         )
-    save(found.smallest, target)
-    call = described(found.smallest)
+    save(result.smallest, target)
+    call = described(result.smallest)
     if json:
-        about = {"file": str(file), "device": str(here), "out": str(target), "call": call}
-        print_json({**about, "not_needed": list(found.steps), "tried": found.tried})
+        about = {"file": str(file), "device": str(local), "out": str(target), "call": call}
+        print_json({**about, "not_needed": list(result.steps), "tried": result.tried})
         return
     text = console()
-    for name in found.steps:
+    for name in result.steps:
         text.print(f"not needed: {name}", soft_wrap=True)
-    text.print(f"{call} ({found.tried} calls tried)", soft_wrap=True)
+    text.print(f"{call} ({result.tried} calls tried)", soft_wrap=True)
     text.print(f"wrote {printable(str(target))}", soft_wrap=True)
 
 
@@ -115,8 +115,8 @@ def _rows(x: Replayed) -> list[list[str]]:
 
 def _cells(verdict: Verdict) -> list[str]:
     measure = verdict.measure
-    said = f"wrong ({verdict.of})" if verdict.wrong else "right"
-    return [said, str(verdict.request), f"{measure.error:.2e}", f"{measure.budget:.2e}"]
+    verdict_text = f"wrong ({verdict.of})" if verdict.wrong else "right"
+    return [verdict_text, str(verdict.request), f"{measure.error:.2e}", f"{measure.budget:.2e}"]
 
 
 def _data(x: Replayed) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def select_command(
         print_text(layers_as_text(inputs.requirements, flags.model))
     if implemented_only:  # as on this machine, where nothing else can be created
         inputs = replace(inputs, simulated=False)
-    kept = None if locked is None else store.parsed(locked, "lock", Lock.from_json)
+    old_lock = None if locked is None else store.parsed(locked, "lock", Lock.from_json)
     try:
         selection = inputs.select(registry)
     except NoBackendError as error:
@@ -66,17 +66,17 @@ def select_command(
         print_text(explain(error.selection))
         raise
     changed = None
-    if kept is not None:
-        changed = require(kept, lock_of(inputs, selection, registry), f"lock {locked}")
+    if old_lock is not None:
+        changed = require(old_lock, lock_of(inputs, selection, registry), f"lock {locked}")
     shared = sharing_of(selection, inputs.workload)
     if json:
-        more: dict[str, Any] = {} if kept is None else {"changed": changed}
-        more |= {"shared_prefix": [x.to_json() for x in shared]} if shared else {}
-        print_json(to_json(selection) | layers | more)
+        extra: dict[str, Any] = {} if old_lock is None else {"changed": changed}
+        extra |= {"shared_prefix": [x.to_json() for x in shared]} if shared else {}
+        print_json(to_json(selection) | layers | extra)
     else:
         print_text(explain(selection))
-        for one in shared:
-            print_text(f"  sharing    {one}")
+        for sharing in shared:
+            print_text(f"  sharing    {sharing}")
         for text in changed or ():
             print_text(f"  changed    {text}")
         if explain_cost:
@@ -92,7 +92,7 @@ def why_not_command(
     """Explain why a backend is not selected, and find the smallest change that makes it fit."""
     registry = probed(load_plugins())
     inputs = selection_inputs(flags, registry)
-    answers = [
+    results = [
         why_not(
             backend,
             inputs.requirements,
@@ -107,10 +107,10 @@ def why_not_command(
         for family in _families(backend, registry, inputs)
     ]
     if json:
-        data = [_as_data(a, _command(flags, a)) for a in answers]
+        data = [_as_data(a, _command(flags, a)) for a in results]
         print_json(data[0] | ({"linear": data[1]} if len(data) > 1 else {}))
     else:
-        print_text("\n\n".join(describe(a, _command(flags, a)) for a in answers))
+        print_text("\n\n".join(describe(a, _command(flags, a)) for a in results))
 
 
 def _families(backend: str, registry: Registry, inputs: SelectionInputs) -> list[Family]:
@@ -125,24 +125,24 @@ def _families(backend: str, registry: Registry, inputs: SelectionInputs) -> list
     return having or [registry.find(backend).family]
 
 
-def _command(flags: InputFlags, answer: WhyNot) -> str:
+def _command(flags: InputFlags, result: WhyNot) -> str:
     """Return a command line that selects the backend, or "" if flags cannot express the fixes."""
-    if answer.fixes is None or not (answer.fixes or answer.named):
+    if result.fixes is None or not (result.fixes or result.named):
         return ""
-    after, rest = changed_flags(flags, (*answer.fixes, *answer.named))
-    return "" if any(c.target != "libraries" for c in rest) else written("select", after)
+    changed, remaining = changed_flags(flags, (*result.fixes, *result.named))
+    return "" if any(c.target != "libraries" for c in remaining) else written("select", changed)
 
 
-def _as_data(answer: WhyNot, command: str) -> dict[str, Any]:
+def _as_data(result: WhyNot, command: str) -> dict[str, Any]:
     return {
-        "backend": answer.backend,
-        "family": answer.family,
-        "fits": answer.fits,
-        "chosen": list(answer.chosen),
-        "reasons": [{"phase": phase, "reason": reason} for phase, reason in answer.reasons],
-        "changes": None if answer.fixes is None else [c.text for c in answer.fixes],
-        "naming": answer.naming,
+        "backend": result.backend,
+        "family": result.family,
+        "fits": result.fits,
+        "chosen": list(result.chosen),
+        "reasons": [{"phase": phase, "reason": reason} for phase, reason in result.reasons],
+        "changes": None if result.fixes is None else [c.text for c in result.fixes],
+        "naming": result.naming,
         "command": command or None,
-        "notes": list(answer.notes),
-        "decision": to_json(answer.decision),
+        "notes": list(result.notes),
+        "decision": to_json(result.decision),
     }

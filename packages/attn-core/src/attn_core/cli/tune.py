@@ -103,16 +103,18 @@ def tune_command(
         if new.costs or new.bad:
             store.write(file, new)
             new = Profile()
-        kept = f"{passes} passes were measured and are kept in {file}" if passes else "nothing yet"
-        print(f"attn: {kept}; run again to go on", file=sys.stderr)
+        summary = (
+            f"{passes} passes were measured and are kept in {file}" if passes else "nothing yet"
+        )
+        print(f"attn: {summary}; run again to go on", file=sys.stderr)
         raise
     finally:  # what was measured is kept, whatever ended the run
         if new.costs or new.bad:
             store.write(file, new)
     known = store.read_profile(file) if os.path.exists(file) else known
     compile_s, measure_s = work.compile_s + spent.compiling, work.measure_s - spent.compiling
-    bad = sorted({(key.backend, why) for key, why in known.bad.items()})
-    certain, every = known.certain()
+    failed = sorted({(key.backend, reason) for key, reason in known.bad.items()})
+    sure_pairs, all_pairs = known.certain()
     if json:
         data = {
             "profile": str(file),
@@ -122,8 +124,8 @@ def tune_command(
             "measure_s": round(measure_s, 3),
             "spent_s": spent.by_backend(),
             "passes": {"listed": work.listed, "measured": passes},
-            "fastest": {"certain": certain, "passes": every},
-            "bad": [{"backend": name, "reason": why} for name, why in bad],
+            "fastest": {"certain": sure_pairs, "passes": all_pairs},
+            "bad": [{"backend": name, "reason": reason} for name, reason in failed],
             "skipped": [{"pass": str(s.job.size), "reason": s.skipped} for s in skipped],
         }
         print_json(data | {"selection": _selected(inputs, registry, known)})
@@ -133,18 +135,18 @@ def tune_command(
     lines = console()
     if work.not_compiled:
         lines.print(work.not_compiled, soft_wrap=True)
-    for name, why in bad:
-        lines.print(f"known bad: {name}: {why}", soft_wrap=True)
+    for name, error in failed:
+        lines.print(f"known bad: {name}: {error}", soft_wrap=True)
     for reason, number in Counter(s.skipped for s in skipped).items():
-        again = {SPENT: "; run again to go on", LONGER: "; --minutes takes more"}.get(reason, "")
-        lines.print(f"not measured: {number} shapes, {reason}{again}", soft_wrap=True)
+        hint = {SPENT: "; run again to go on", LONGER: "; --minutes takes more"}.get(reason, "")
+        lines.print(f"not measured: {number} shapes, {reason}{hint}", soft_wrap=True)
     lines.print(
         f"{compile_s:.0f} s of compiling, {measure_s:.0f} s of measuring: {spent}",
         soft_wrap=True,
     )
     lines.print(
-        f"{len(known.costs)} points in {file}; the fastest of {every} passes is certain in "
-        f"{certain}",
+        f"{len(known.costs)} points in {file}; the fastest of {all_pairs} passes is certain in "
+        f"{sure_pairs}",
         soft_wrap=True,
     )
     for role, text in _selected(inputs, registry, known).items():

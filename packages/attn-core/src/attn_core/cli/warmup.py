@@ -41,10 +41,10 @@ def warmup_command(
     if path is not None and flags.model is not None:
         raise UsageError(f"{path} and --model {flags.model}: name one model")
     registry = probed(load_plugins())
-    here = probe_device()
-    device = None if flags.device == here.type else flags.device  # the one of that type
+    local = probe_device()
+    device = None if flags.device == local.type else flags.device  # the one of that type
     inputs = selection_inputs(replace(flags, model=path or flags.model, device=device), registry)
-    must_be_here(inputs, here, "a warm-up")
+    must_be_here(inputs, local, "a warm-up")
     selection = inputs.select(registry)
     if not {"prefill", "decode"} <= selection.roles.keys():
         raise UsageError("this model has no softmax attention: there is nothing to warm up")
@@ -60,12 +60,12 @@ def warmup_command(
     with stdout_to_stderr(), progress(*columns) as bar:  # compilers print
         task = bar.add_task("creating the backends", total=None)
 
-        def step(backend: str, what: str, passes: int) -> None:
-            bar.update(task, advance=1, total=passes, description=f"{backend}: {what}")
+        def step(backend: str, label: str, passes: int) -> None:
+            bar.update(task, advance=1, total=passes, description=f"{backend}: {label}")
 
-        on = torch_device(inputs.device)
+        torch_dev = torch_device(inputs.device)
         start = time.perf_counter()
-        dispatcher = create(selection, inputs.requirements, registry, on, max_bs=max_bs)
+        dispatcher = create(selection, inputs.requirements, registry, torch_dev, max_bs=max_bs)
         linear = dispatcher.linear.routes if dispatcher.linear else {}
         routes = (*dispatcher.routes.values(), *linear.values())
         names = dict.fromkeys(b.config.name for b in routes)
@@ -91,22 +91,22 @@ def _must_fit(needs: Requirements, max_bs: int, page_size: int) -> None:
         tokens = max(TOKENS, max_bs) * heads * width
         pages = 2 * page_size * (x.num_kv_heads or heads) * width
         size = 4 * (tokens + pages + heads * TOKENS * KEYS)  # fp32, scores included
-        what = f"{heads} query heads, head_dim {d}, page size {page_size}"
-        _refuse_size(size, f"{what} and --max-bs {max_bs}")
+        shape = f"{heads} query heads, head_dim {d}, page size {page_size}"
+        _refuse_size(size, f"{shape} and --max-bs {max_bs}")
     drafts = needs.speculation.num_draft_tokens if needs.speculation else 0
     for x in needs.linear_layers:
         request, token = x.state_bytes(drafts), x.state_bytes(1)
         if request is None or token is None:
             continue
         tokens = max(TOKENS, max_bs) * token.records
-        what = f"{x.num_kv_heads} value heads, head_dim {x.head_dim}, {drafts} drafts"
+        shape = f"{x.num_kv_heads} value heads, head_dim {x.head_dim}, {drafts} drafts"
         size = 2 * (request.state + request.records + tokens)
-        _refuse_size(size, f"{what} and --max-bs {max_bs}")
+        _refuse_size(size, f"{shape} and --max-bs {max_bs}")
 
 
-def _refuse_size(size: int, what: str) -> None:
+def _refuse_size(size: int, noun: str) -> None:
     if size > MAX_BYTES:
         raise UsageError(
-            f"a warm-up of {what} takes about {size / 1e9:.0f} GB (at most "
+            f"a warm-up of {noun} takes about {size / 1e9:.0f} GB (at most "
             f"{MAX_BYTES / 1e9:.0f}); give smaller ones, or --tp for one rank's share"
         )

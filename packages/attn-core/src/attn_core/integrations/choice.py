@@ -64,31 +64,33 @@ def choose(
     Raises NoBackendError, LockError, UsageError.
     """
     warn_of_unread(tuple(unknown_variables(os.environ, VARIABLES, "an engine")))
-    here = probe_cpu() if device.type == "cpu" else probe_device()
-    registry = probed(load_plugins(), here)
+    local = probe_cpu() if device.type == "cpu" else probe_device()
+    registry = probed(load_plugins(), local)
     # each is chosen for what is there: a name of others would find no such layers
-    others = [] if requirements.vision else ["mm_attention_backend"]
-    others += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
-    others += [] if requirements.linear_layers else LINEAR_ARGUMENTS
+    other_flags = [] if requirements.vision else ["mm_attention_backend"]
+    other_flags += [] if requirements.softmax_layers else BACKEND_ARGUMENTS
+    other_flags += [] if requirements.linear_layers else LINEAR_ARGUMENTS
     sparse = any(x.kind == "dsa" for x in requirements.softmax_layers)
-    others += [] if sparse else SPARSE_ARGUMENTS
-    unused: dict[str, Any] = dict.fromkeys(others)
+    other_flags += [] if sparse else SPARSE_ARGUMENTS
+    unused: dict[str, Any] = dict.fromkeys(other_flags)
     libraries = registry.installed_libraries()
-    costs = cache(lambda: measured(registry, here))
-    whole: list[Selection] = []  # with all alternatives, as a lock names them
+    costs = cache(lambda: measured(registry, local))
+    selections: list[Selection] = []  # with all alternatives, as a lock names them
 
     def decide(without: Sequence[str]) -> Selection:
         check_names(registry)  # an error of one rank is one of all
-        names, known = overrides(), {spec.name for spec in registry.backends.values()}
-        deny = (*names.deny, *(name for name in without if name in known))
+        names, backend_names = overrides(), {spec.name for spec in registry.backends.values()}
+        deny = (*names.deny, *(name for name in without if name in backend_names))
         needs = replace(requirements, shared_prefix=shares_prefixes())
         names = replace(names, deny=deny, **unused)
         profile, workload = costs()
-        whole[:] = [select(needs, here, registry, libraries, names, profile, workload=workload)]
-        return picking(whole[0])
+        selections[:] = [
+            select(needs, local, registry, libraries, names, profile, workload=workload)
+        ]
+        return picking(selections[0])
 
     selection = decide(()) if ranks is None else agreed(decide, ranks)
-    if locked and not check_lock(whole[0], registry, here, costs()[0]):
+    if locked and not check_lock(selections[0], registry, local, costs()[0]):
         selection = replace(selection, alternatives={})
     return selection, registry
 
@@ -100,12 +102,12 @@ def warn_of_unread(sentences: tuple[str, ...]) -> None:
         logger.warning("%s", sentence)
 
 
-def measured(registry: Registry, here: Device) -> tuple[Profile | None, Workload]:
+def measured(registry: Registry, device: Device) -> tuple[Profile | None, Workload]:
     """Return the profile of ATTN_PROFILE, else the tuned one, and the workload of ATTN_WORKLOAD.
 
     None is what plugins ship. Raises UsageError.
     """
-    profile = settings.profile_here(os.environ.get(PROFILE), registry, here, PROFILE)
+    profile = settings.profile_here(os.environ.get(PROFILE), registry, device, PROFILE)
     return profile, settings.workload(os.environ.get(WORKLOAD), WORKLOAD)
 
 
@@ -114,8 +116,8 @@ def picking(selection: Selection, adaptive: bool | None = None) -> Selection:
 
     adaptive: None asks ATTN_ADAPTIVE, which is on by default.
     """
-    on = switch(ADAPTIVE, True) if adaptive is None else adaptive
-    if on or not selection.alternatives:
+    enabled = switch(ADAPTIVE, True) if adaptive is None else adaptive
+    if enabled or not selection.alternatives:
         return pruned(selection)
     return replace(selection, alternatives={})
 
@@ -128,7 +130,7 @@ def explained(selection: Selection) -> str:
 def check_lock(
     selection: Selection,
     registry: Registry,
-    here: Device,
+    device: Device,
     profile: Profile | None,
     path: str | None = None,
 ) -> bool:
@@ -145,19 +147,19 @@ def check_lock(
     path = path or os.environ.get(LOCKED)
     if not path:
         return True
-    kept = store.parsed(Path(path), "lock", Lock.from_json)
+    lock = store.parsed(Path(path), "lock", Lock.from_json)
     if profile is None:
-        profile, _ = shipped_profile(here, registry, registry.installed_libraries())
-    now = Lock.of(selection, environment(registry, here), profile, Workload())
+        profile, _ = shipped_profile(device, registry, registry.installed_libraries())
+    current = Lock.of(selection, environment(registry, device), profile, Workload())
     names = {label(role) for role in selection.roles}
     parts = {*names, *(BY_PASS + name for name in names)}
     parts |= set(POOL) if selection.page_size is not None else set()
-    kept = replace(
-        kept, asked=now.asked, decision={n: c for n, c in kept.decision.items() if n in parts}
+    lock = replace(
+        lock, asked=current.asked, decision={n: c for n, c in lock.decision.items() if n in parts}
     )
-    changed = require(kept, now, f"lock {path}")
+    changed = require(lock, current, f"lock {path}")
     logger.info("attn_core chose as lock %s says%s", path, "".join(f"\n  {x}" for x in changed))
-    same = now.profile == kept.profile
+    same = current.profile == lock.profile
     if selection.alternatives and not same:
         logger.info("no passes are picked: the measured costs are not those of lock %s", path)
     return same

@@ -52,9 +52,9 @@ class Sender:
 
     def run(self) -> None:
         """Send until the trace ends."""
-        wait = threading.Event()
+        event = threading.Event()
         while self.send():
-            wait.wait(SECONDS)
+            event.wait(SECONDS)
 
 
 @functools.cache

@@ -36,20 +36,20 @@ def agreed(decide: Decide, group: Any) -> Selection:
         selection, error = _tried(decide, list(dropped))
         if rank == 0:
             logger.warning("attn_core: %s", "; ".join(dropped.values()))
-    told = _gather(_error(error) if selection is None or error else decision(selection), group)
+    answers = _gather(_error(error) if selection is None or error else decision(selection), group)
     if isinstance(error, NoBackendError) and dropped:
-        why = "; ".join(dropped.values())
-        raise NoBackendError(f"{error}\n{why}", error.selection)
+        reason = "; ".join(dropped.values())
+        raise NoBackendError(f"{error}\n{reason}", error.selection)
     if selection is None or error is not None:
         assert error is not None
         raise error
-    for other, said in enumerate(told):
-        if isinstance(said, str):
-            raise UsageError(f"rank {other} cannot serve: {said}")
-        if said != told[0]:
+    for other_rank, answer in enumerate(answers):
+        if isinstance(answer, str):
+            raise UsageError(f"rank {other_rank} cannot serve: {answer}")
+        if answer != answers[0]:
             raise UsageError(
-                f"rank 0 chose {told[0]}, rank {other} {said}: give all ranks the same libraries, "
-                "profiles and ATTN_* variables"
+                f"rank 0 chose {answers[0]}, rank {other_rank} {answer}: give all ranks the same "
+                "libraries, profiles and ATTN_* variables"
             )
     return selection
 
@@ -65,16 +65,16 @@ def decision(selection: Selection) -> dict[str, str]:
     Picks depend on nothing else but the numbers of a pass that are equal on all ranks: requests,
     the longest length that the host knows, queries.
     """
-    found = {label(role): choice.backend for role, choice in selection.roles.items()}
-    for role, others in selection.alternatives.items():
-        found[f"{label(role)} by pass"] = ", ".join(choice.backend for choice in others)
+    result = {label(role): choice.backend for role, choice in selection.roles.items()}
+    for role, alternatives in selection.alternatives.items():
+        result[f"{label(role)} by pass"] = ", ".join(choice.backend for choice in alternatives)
     if selection.page_size is not None:
         pool = (selection.page_size, selection.kv_cache_dtype, selection.layout)
-        found["pool"] = ", ".join(map(str, pool))
+        result["pool"] = ", ".join(map(str, pool))
     if selection.alternatives and selection.costs is not None:
-        found["profile"] = selection.costs.model.profile.digest
-        found["picks"] = digest(selection)
-    return found
+        result["profile"] = selection.costs.model.profile.digest
+        result["picks"] = digest(selection)
+    return result
 
 
 def _tried(decide: Decide, without: Sequence[str]) -> tuple[Selection | None, AttnError | None]:
@@ -99,23 +99,23 @@ def _fits(verdicts: Iterable[Verdict]) -> Fits:
     }
 
 
-def _dropped(every: Sequence[Fits | None]) -> dict[str, str]:
+def _dropped(all_fits: Sequence[Fits | None]) -> dict[str, str]:
     """Return backend → why no rank uses it, of those that fit on some ranks only."""
-    ranks = {rank: fits for rank, fits in enumerate(every) if fits is not None}
+    ranks = {rank: fits for rank, fits in enumerate(all_fits) if fits is not None}
     dropped: dict[str, str] = {}
     for phase, name in sorted({place for fits in ranks.values() for place in fits}):
         # a rank that judged the phase at all; another has no such layers
-        asked = {r: fits for r, fits in ranks.items() if any(p == phase for p, _ in fits)}
-        why = {r: fits.get((phase, name), "not installed") for r, fits in asked.items()}
-        lacking = {r: reason for r, reason in why.items() if reason}
-        if lacking and len(lacking) < len(why):
-            rank, reason = next(iter(lacking.items()))
+        serving = {r: fits for r, fits in ranks.items() if any(p == phase for p, _ in fits)}
+        reasons = {r: fits.get((phase, name), "not installed") for r, fits in serving.items()}
+        missing = {r: reason for r, reason in reasons.items() if reason}
+        if missing and len(missing) < len(reasons):
+            rank, reason = next(iter(missing.items()))
             dropped.setdefault(name, f"no rank uses {name}: rank {rank} lacks it ({reason})")
     return dropped
 
 
 def _gather(mine: Any, group: Any) -> list[Any]:
     """Return the objects of all ranks, in their order."""
-    every: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(every, mine, group=group)
-    return every
+    gathered: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(gathered, mine, group=group)
+    return gathered

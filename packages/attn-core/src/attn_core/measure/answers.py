@@ -31,11 +31,11 @@ def sample(name: str, keys: Sequence[int], queries: Sequence[int], page_size: in
     requests = {0, len(keys) - 1, lot.randrange(len(keys))}
     for what in (lambda b: keys[b], lambda b: (keys[b] - 1) % page_size):
         requests |= {min(order, key=what), max(order, key=what)}
-    found = {}
+    sampled = {}
     for b in sorted(requests):
         n = queries[b]
-        found[b] = sorted({0, n - 1, *lot.sample(range(n), min(n, QUERIES - 2))})
-    return found
+        sampled[b] = sorted({0, n - 1, *lot.sample(range(n), min(n, QUERIES - 2))})
+    return sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,30 +58,30 @@ class Answers:
         dtype: torch.dtype, *, times: float = 1.0,
     ) -> Answers:  # fmt: skip
         """Ask the oracle for rows; starts: of each request's queries among all of the pass."""
-        names, at, truths, plains = list[str](), list[int](), list[Tensor](), list[Tensor]()
+        names, positions, truths, plains = list[str](), list[int](), list[Tensor](), list[Tensor]()
         for b, queries in rows.items():
             solve = solver(b, queries)
             truth = solve(torch.float64, 0)
             plains.append(yardstick(solve, dtype, truth)[0].double())
             truths.append(truth[0])
-            at += [starts[b] + i for i in queries]
+            positions += [starts[b] + i for i in queries]
             names += [f"query {i} of request {b}" for i in queries]
         truth_, plain = torch.cat(truths), torch.cat(plains)
         allowed = 2 * _sizes(plain - truth_) + 2 * torch.finfo(dtype).eps * _sizes(truth_)
-        return cls(names, torch.tensor(at, device=truth_.device), truth_, times * allowed)
+        return cls(names, torch.tensor(positions, device=truth_.device), truth_, times * allowed)
 
     def check(self, name: str, out: Tensor) -> Measure:
         """Compare an output [T, Hq, Dv]; raise CheckFailed where a row is beyond its budget."""
-        found = _sizes(out[self.rows].double() - self.truth)
-        both = torch.stack([found, self.allowed]).cpu().flatten(1)
-        (error, budget), number = both, len(self.names)
-        worst = int((error / budget).nan_to_num(nan=0.0).argmax())  # 0 / 0: nothing is off
-        measure = Measure(error[worst].item(), budget[worst].item())
-        how = "root mean square" if worst >= number else "largest"
+        errors = _sizes(out[self.rows].double() - self.truth)
+        errors_and_limits = torch.stack([errors, self.allowed]).cpu().flatten(1)
+        (error, budget), number = errors_and_limits, len(self.names)
+        worst_index = int((error / budget).nan_to_num(nan=0.0).argmax())  # 0 / 0: nothing is off
+        measure = Measure(error[worst_index].item(), budget[worst_index].item())
+        criterion = "root mean square" if worst_index >= number else "largest"
         require(
             measure.ratio <= 1,
-            f"{name}: {self.names[worst % number]}: {how} error {measure.error:.3e}, allowed "
-            f"{measure.budget:.3e}",
+            f"{name}: {self.names[worst_index % number]}: {criterion} error {measure.error:.3e}, "
+            f"allowed {measure.budget:.3e}",
         )
         return measure
 
@@ -117,11 +117,11 @@ class Span:
         if self.seen < 2:
             return {}
         low, high = self.ends
-        apart = (high.float() - low.float()).flatten(1).amax(1)
+        difference = (high.float() - low.float()).flatten(1).amax(1)
         size = high.abs().maximum(low.abs()).flatten(1).amax(1).float()
-        off = apart / size.clamp(min=torch.finfo(torch.float32).tiny)
-        most, row = off.max(0)
-        if most.item() <= 2 * torch.finfo(low.dtype).eps:
+        relative = difference / size.clamp(min=torch.finfo(torch.float32).tiny)
+        largest, row = relative.max(0)
+        if largest.item() <= 2 * torch.finfo(low.dtype).eps:
             return {}
         b = bisect_right(starts, int(row)) - 1
         return {b: [int(row) - starts[b]]}

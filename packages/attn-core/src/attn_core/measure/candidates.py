@@ -88,34 +88,34 @@ def jobs(
     costs = Costs(CostModel(Profile()), workload, needs)
     s = RowJudge(needs, device, registry, libraries, overrides, costs, simulated=False)
     rank: dict[tuple[Form, Pass], float] = {}
-    found: dict[tuple[Form, Pass], Job] = {}
+    result: dict[tuple[Form, Pass], Job] = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
         rows = _rows(s, phase)
-        usual = [size for size, _ in workload.passes(phase, needs.speculation)]
+        served = [size for size, _ in workload.passes(phase, needs.speculation)]
         for page in _pages(s, needs, rows):
             for form in forms(needs, page):
-                sizes = dict.fromkeys((*usual, *(_around(s, phase, form) if grid else ())))
+                sizes = dict.fromkeys((*served, *(_around(s, phase, form) if grid else ())))
                 listed: Counter[str] = Counter()  # prompts and verification are in turns, too
                 for size in sizes:
-                    able = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
-                    if able:
-                        found[form, size] = Job(form, size, tuple(able))
+                    candidates = [c for c in rows if takes_page(c.row, page) and _runs(c.row, size)]
+                    if candidates:
+                        result[form, size] = Job(form, size, tuple(candidates))
                         rank[form, size] = listed[size.phase]
                         listed[size.phase] += 1
-    usual = [x for p in Phase for x, _ in workload.passes(p, needs.speculation)]
-    first = next(iter(found))[0].page_size if found else None
+    served = [x for p in Phase for x, _ in workload.passes(p, needs.speculation)]
+    first = next(iter(result))[0].page_size if result else None
     series: dict[tuple[Form, str], list[tuple[Form, Pass]]] = {}
-    for form, size in found:
-        if size in usual:
+    for form, size in result:
+        if size in served:
             series.setdefault((form, size.phase), []).append((form, size))
     for own in series.values():
         for number, key in enumerate(sorted(own, key=lambda key: work(*key))):
             rank[key] = halton(number, 2)
     return sorted(
-        found.values(),
+        result.values(),
         key=lambda job: (
             job.form.page_size != first,
-            job.size not in usual,
+            job.size not in served,
             rank[job.form, job.size],
         ),
     )
@@ -124,8 +124,8 @@ def jobs(
 def _rows(s: RowJudge, phase: Phase) -> list[Candidate]:
     """Return the best row of every implemented backend that fits a phase, by priority."""
     verdicts = best_per_backend(s.weigh("softmax", phase), s)
-    named = s.candidates(verdicts, "softmax")
-    return [Candidate(v.spec, v.row) for v in named if _measurable(v)]
+    ordered = s.candidates(verdicts, "softmax")
+    return [Candidate(v.spec, v.row) for v in ordered if _measurable(v)]
 
 
 def _measurable(verdict: Verdict) -> bool:

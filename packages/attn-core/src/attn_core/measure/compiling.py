@@ -28,32 +28,34 @@ OF_CORES = 4  # a compiler of one library takes a fourth of the cores: several r
 _T = TypeVar("_T")
 
 
-def calls(todo: Sequence[Job], known: Profile, most_bytes: float, sizes: int = SIZES) -> list[Job]:
+def calls(jobs: Sequence[Job], known: Profile, most_bytes: float, sizes: int = SIZES) -> list[Job]:
     """Return what has to be called once, a candidate each, so that all kernels are compiled.
 
     These are passes of at most `most_bytes` of each form and kind of pass that `known` lacks. First
     is one for each library, head dim and phase: later ones would wait for the same kernels.
     """
     kinds: dict[object, list[Job]] = {}
-    for job in todo:
-        for one in job.candidates:
-            if not known_in(known, job, one) and bytes_of(job.form, job.size) <= most_bytes:
-                kinds.setdefault(series(job, one), []).append(replace(job, candidates=(one,)))
-    found: list[Job] = []
-    for alike in kinds.values():
-        alike.sort(key=lambda job: work(job.form, job.size))
-        last = len(alike) - 1
-        found += [alike[i] for i in sorted({k * last // max(1, sizes - 1) for k in range(sizes)})]
-    seen: Counter[object] = Counter()
+    for job in jobs:
+        for candidate in job.candidates:
+            if not known_in(known, job, candidate) and bytes_of(job.form, job.size) <= most_bytes:
+                kinds.setdefault(series(job, candidate), []).append(
+                    replace(job, candidates=(candidate,))
+                )
+    result: list[Job] = []
+    for group in kinds.values():
+        group.sort(key=lambda job: work(job.form, job.size))
+        last = len(group) - 1
+        result += [group[i] for i in sorted({k * last // max(1, sizes - 1) for k in range(sizes)})]
+    counts: Counter[object] = Counter()
     turns = []
-    for job in found:
-        turns.append(seen[_library(job)])
-        seen[_library(job)] += 1
-    return [found[i] for i in sorted(range(len(found)), key=turns.__getitem__)]
+    for job in result:
+        turns.append(counts[_library(job)])
+        counts[_library(job)] += 1
+    return [result[i] for i in sorted(range(len(result)), key=turns.__getitem__)]
 
 
 def compile_kernels(
-    todo: Sequence[Job],
+    jobs: Sequence[Job],
     known: Profile,
     device: torch.device,
     *,
@@ -70,7 +72,7 @@ def compile_kernels(
     cpu = device.type == "cpu"
     processes = 1 if cpu else min(MOST_PROCESSES, cores())
     share = 2 * memory(device) / processes  # half of a GPU's free memory: one shape takes a fourth
-    listed = calls(todo, known, share, SIZES_OF_CPU if cpu else sizes)
+    listed = calls(jobs, known, share, SIZES_OF_CPU if cpu else sizes)
     try:
         for done, _ in enumerate(_called(listed, device, arch, processes), 1):
             step(done, len(listed))
@@ -113,16 +115,16 @@ def in_turns(
 
     They would wait for the same compiler, and processes that wait compile nothing else.
     """
-    rest: dict[object, list[_T]] = {}
+    waiting: dict[object, list[_T]] = {}
     for job in listed:
-        rest.setdefault(library(job), []).append(job)
-    running = {submit(jobs.pop(0)): name for name, jobs in rest.items()}
+        waiting.setdefault(library(job), []).append(job)
+    running = {submit(jobs.pop(0)): name for name, jobs in waiting.items()}
     while running:
         done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-        for one in done:
-            for job in rest.pop(running.pop(one), []):
+        for future in done:
+            for job in waiting.pop(running.pop(future), []):
                 running[submit(job)] = None
-            yield one.result()
+            yield future.result()
 
 
 def cores() -> int:

@@ -166,16 +166,16 @@ def build(form: Form, size: Pass, device: torch.device, seed: int = 0) -> Inputs
     for number, store in enumerate((cache.k, cache.v), 1):
         if store is not None:
             _fill(store, number)
-    whole = size.queries == size.kv_tokens
-    queries = list(keys) if whole else [size.queries // size.requests] * size.requests
+    is_prompt = size.queries == size.kv_tokens
+    queries = list(keys) if is_prompt else [size.queries // size.requests] * size.requests
     parents = None
     spec = None
     if size.phase == "verify":
         mask = None
         if size.tree:
             parents = [(i - 1) // 2 if i else -1 for i in range(size.drafts)]
-            one = tree_mask(parents).to(device)
-            mask = one.expand(size.requests, -1, -1).contiguous()
+            tree = tree_mask(parents).to(device)
+            mask = tree.expand(size.requests, -1, -1).contiguous()
         topk = 2 if size.tree else 1
         spec = SpecInfo(topk=topk, num_draft_tokens=size.drafts, tree_mask=mask)
     batch = ForwardBatch.build(
@@ -211,10 +211,10 @@ def _new_slots(
     counts = torch.tensor(queries, device=table.device)
     request = torch.repeat_interleave(counts)
     ends = torch.tensor(keys, device=table.device)[request]
-    behind = counts.cumsum(0)[request] - torch.arange(len(request), device=table.device)
-    at = ends - behind
-    page = table[request, at // page_size].long()
-    return page * page_size + at % page_size
+    from_end = counts.cumsum(0)[request] - torch.arange(len(request), device=table.device)
+    positions = ends - from_end
+    page = table[request, positions // page_size].long()
+    return page * page_size + positions % page_size
 
 
 def _fill(store: Tensor, number: int) -> None:
@@ -224,9 +224,9 @@ def _fill(store: Tensor, number: int) -> None:
     """
     drawn, flat = _drawn(store.dtype, store.device), store.view(-1)
     start = number * DRAWN // 3
-    for at in range(-start, flat.shape[0], DRAWN):
-        first, last = max(at, 0), min(at + DRAWN, flat.shape[0])
-        flat[first:last] = drawn[first - at : last - at]
+    for offset in range(-start, flat.shape[0], DRAWN):
+        first, last = max(offset, 0), min(offset + DRAWN, flat.shape[0])
+        flat[first:last] = drawn[first - offset : last - offset]
 
 
 @functools.cache

@@ -28,25 +28,25 @@ class Spent:
     @contextmanager
     def on(self, backend: str, part: str) -> Iterator[None]:
         """Add the seconds of a block, whatever ends it."""
-        begin = time.monotonic()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[backend, part] += time.monotonic() - begin  # type: ignore[assignment]
+            self.seconds[backend, part] += time.monotonic() - start  # type: ignore[assignment]
 
     def settled(self, backend: str, part: str, do: Callable[[], T]) -> T:
         """Return what `do` returns; if it takes long, again, and the difference was compiling."""
-        begin = time.monotonic()
+        start = time.monotonic()
         with self.on(backend, part):
-            found = do()
-        if (first := time.monotonic() - begin) > LONG_S:
-            begin = time.monotonic()
+            result = do()
+        if (first := time.monotonic() - start) > LONG_S:
+            start = time.monotonic()
             with self.on(backend, part):
-                found = do()
-            once = max(0.0, first - (time.monotonic() - begin))
-            self.seconds[backend, part] -= once  # type: ignore[assignment]
-            self.seconds[backend, COMPILING] += once  # type: ignore[assignment]
-        return found
+                result = do()
+            first_call_s = max(0.0, first - (time.monotonic() - start))
+            self.seconds[backend, part] -= first_call_s  # type: ignore[assignment]
+            self.seconds[backend, COMPILING] += first_call_s  # type: ignore[assignment]
+        return result
 
     @property
     def compiling(self) -> float:
@@ -59,17 +59,17 @@ class Spent:
 
     def by_backend(self) -> dict[str, dict[str, float]]:
         """Return the seconds of each backend's parts, the backend that took most first."""
-        found: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, float]] = {}
         for (backend, part), seconds in self.seconds.items():
-            found.setdefault(backend, {})[part] = round(seconds, 3)
-        return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
+            result.setdefault(backend, {})[part] = round(seconds, 3)
+        return dict(sorted(result.items(), key=lambda item: -sum(item[1].values())))
 
     def __str__(self) -> str:
         """Say what took half a second and more."""
-        said = []
+        texts = []
         for backend, parts in self.by_backend().items():
             long = {part: s for part, s in parts.items() if s >= SAID_S}
             if long:
-                each = ", ".join(f"{part} {s:.1f} s" for part, s in long.items())
-                said.append(f"{backend} ({each})")
-        return ", ".join(said) or "no part of it half a second"
+                parts_text = ", ".join(f"{part} {s:.1f} s" for part, s in long.items())
+                texts.append(f"{backend} ({parts_text})")
+        return ", ".join(texts) or "no part of it half a second"

@@ -32,23 +32,23 @@ def spread(
     other's gaps. The same arguments give the same passes.
     """
     start = zlib.crc32(f"{form} {phase} {drafts} {tree}".encode()) % 100_000 + 1
-    found: dict[Pass, None] = {}
+    result: dict[Pass, None] = {}
     for k in range(start, start + MOST_TRIES):
         size = _pass(form, phase, [halton(k, base) for base in BASES], drafts, tree)
         if _measurable(form, size, device_type):
-            found[size] = None
-        if len(found) == POINTS:
+            result[size] = None
+        if len(result) == POINTS:
             break
-    return list(found)
+    return list(result)
 
 
 def work(form: Form, size: Pass) -> float:
     """Return the products of queries and keys, with a floor that stands for launching."""
     queries, keys = size.queries / size.requests, size.kv_tokens / size.requests
-    seen = keys - (queries - 1) / 2
+    mean_visible = keys - (queries - 1) / 2
     if form.window is not None:
-        seen = min(seen, form.window)
-    return size.requests * queries * seen * (form.q_heads or 1) * (form.head_dim or 1) + 1e6
+        mean_visible = min(mean_visible, form.window)
+    return size.requests * queries * mean_visible * (form.q_heads or 1) * (form.head_dim or 1) + 1e6
 
 
 def lengths(size: Pass) -> list[int]:
@@ -57,28 +57,28 @@ def lengths(size: Pass) -> list[int]:
     A pass of equal requests has equal lengths. No request has fewer tokens than new ones.
     """
     n, longest = size.requests, size.longest
-    least = 1 if size.queries == size.kv_tokens else max(1, size.queries // n)
+    minimum = 1 if size.queries == size.kv_tokens else max(1, size.queries // n)
     if n == 1 or n * longest == size.kv_tokens:
         return [longest] * n
-    narrow, wide = 0.0, 64.0
+    low, high = 0.0, 64.0
     for _ in range(50):
-        middle = (narrow + wide) / 2
-        if sum(_below(longest, n, middle, least)) > size.kv_tokens:
-            narrow = middle
+        middle = (low + high) / 2
+        if sum(_below(longest, n, middle, minimum)) > size.kv_tokens:
+            low = middle
         else:
-            wide = middle
-    found = _below(longest, n, wide, least)
-    missing = size.kv_tokens - sum(found)
+            high = middle
+    result = _below(longest, n, high, minimum)
+    missing = size.kv_tokens - sum(result)
     for i in range(1, n):  # what rounding left, and what no such lengths can sum up to
-        more = min(missing, longest - found[i])
-        found[i] += more
-        missing -= more
-    return found
+        added = min(missing, longest - result[i])
+        result[i] += added
+        missing -= added
+    return result
 
 
-def _below(longest: int, n: int, sigma: float, least: int) -> list[int]:
+def _below(longest: int, n: int, sigma: float, minimum: int) -> list[int]:
     z = _quantiles(n)
-    return [max(min(least, longest), int(longest * math.exp(sigma * (x - z[0])))) for x in z]
+    return [max(min(minimum, longest), int(longest * math.exp(sigma * (x - z[0])))) for x in z]
 
 
 def _quantiles(n: int) -> Sequence[float]:
@@ -86,19 +86,22 @@ def _quantiles(n: int) -> Sequence[float]:
     return [normal.inv_cdf((n - i - 0.5) / n) for i in range(n)]
 
 
-def _pass(form: Form, phase: PassPhase, at: Sequence[float], drafts: int, tree: bool) -> Pass:
+def _pass(form: Form, phase: PassPhase, point: Sequence[float], drafts: int, tree: bool) -> Pass:
     """Return the pass of a point of the unit cube."""
-    n = _between(1, REQUESTS[phase], at[0])
-    even = n == 1 or at[2] < EVEN
-    median = _between(SHORTEST, LONGEST if even else SKEWED, at[1])
+    n = _between(1, REQUESTS[phase], point[0])
+    even = n == 1 or point[2] < EVEN
+    median = _between(SHORTEST, LONGEST if even else SKEWED, point[1])
     new = {"decode": 1, "verify": drafts}.get(phase, 0)
-    whole = 0.0 if form.kind == "mla" else WHOLE  # a prompt of MLA alone runs before absorption
-    if phase == "prefill" and at[3] >= whole:
-        new = _between(FEWEST_NEW, max(FEWEST_NEW, median // 2), (at[3] - whole) / (1 - whole))
+    # a prompt of MLA without a prefix runs before absorption
+    cached_share = 0.0 if form.kind == "mla" else WHOLE
+    if phase == "prefill" and point[3] >= cached_share:
+        new = _between(
+            FEWEST_NEW, max(FEWEST_NEW, median // 2), (point[3] - cached_share) / (1 - cached_share)
+        )
     keys = [median] * n
     if not even:
         low, high = SIGMAS
-        sigma = low + (high - low) * (at[2] - EVEN) / (1 - EVEN)
+        sigma = low + (high - low) * (point[2] - EVEN) / (1 - EVEN)
         keys = [min(LONGEST, int(median * math.exp(sigma * z))) for z in _quantiles(n)]
     keys = [max(s, new, 1) for s in keys]
     return Pass(
@@ -114,12 +117,12 @@ def _pass(form: Form, phase: PassPhase, at: Sequence[float], drafts: int, tree: 
 
 def halton(k: int, base: int) -> float:
     """Return the digits of k behind the point: 6, in base 2 110, is 0.011."""
-    found, unit = 0.0, 1.0
+    value, unit = 0.0, 1.0
     while k:
         unit /= base
         k, digit = divmod(k, base)
-        found += digit * unit
-    return found
+        value += digit * unit
+    return value
 
 
 def _between(low: int, high: int, part: float) -> int:
@@ -129,6 +132,6 @@ def _between(low: int, high: int, part: float) -> int:
 def _measurable(form: Form, size: Pass, device_type: str) -> bool:
     width = (form.head_dim or 1) + (0 if form.kind == "mla" else form.v_head_dim or 1)
     numbers = size.kv_tokens * (form.kv_heads or 1) * width
-    most = MOST_WORK.get(device_type, MOST_WORK_ELSEWHERE)
+    limit = MOST_WORK.get(device_type, MOST_WORK_ELSEWHERE)
     fits = numbers <= MOST_NUMBERS.get(device_type, MOST_NUMBERS_ELSEWHERE)
-    return fits and work(form, size) <= most
+    return fits and work(form, size) <= limit

@@ -45,14 +45,14 @@ class EventClock:
 
     def sample(self, call: Call) -> tuple[float, float]:
         """Return the µs of a call on the device, and on the host until it returned."""
-        wanted = 1.5 * self._host_s / max(self._flush_s, 1e-6)
-        for _ in range(max(1, min(MOST_FLUSHES, math.ceil(wanted)))):
+        flushes = 1.5 * self._host_s / max(self._flush_s, 1e-6)
+        for _ in range(max(1, min(MOST_FLUSHES, math.ceil(flushes)))):
             self._buffer.zero_()
         start, end = self._events()
         start.record()
-        before = time.perf_counter()
+        host_start = time.perf_counter()
         call()
-        host = time.perf_counter() - before
+        host = time.perf_counter() - host_start
         end.record()
         torch.accelerator.synchronize(self.device)
         self._host_s = max(self._host_s, min(host, 1e-2))
@@ -102,8 +102,8 @@ def _rounds(calls: Mapping[str, Call], clock: Clock, seconds: float) -> dict[str
     names, samples = list(calls), {name: list[tuple[float, float]]() for name in calls}
     end = time.perf_counter() + seconds
     for number in range(MOST):
-        turn = number % max(len(names), 1)
-        for name in names[turn:] + names[:turn]:  # nobody is always behind the same other
+        offset = number % max(len(names), 1)
+        for name in names[offset:] + names[:offset]:  # nobody is always behind the same other
             samples[name].append(clock.sample(calls[name]))
         if number == TRIES - 1:
             middles = {name: statistics.median(s[0] for s in samples[name]) for name in names}

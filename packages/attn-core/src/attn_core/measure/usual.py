@@ -58,20 +58,20 @@ def usual_jobs(
         listed = jobs(needs, device, registry, libraries, overrides, workload, grid=grid)
         series.append(list(_thinned(listed)))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*series))
-    found = {(job.form, job.size): job for job in turns if job is not None}
-    if not found:
+    by_key = {(job.form, job.size): job for job in turns if job is not None}
+    if not by_key:
         raise UsageError("nothing to tune: no backend here takes a usual layer; name a model")
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _thinned(listed: list[Job]) -> list[Job]:
     """Return the first POINTS passes of each form and kind of pass; any first part is even."""
     count: dict[tuple[Form, Pass], int] = {}
-    kept = []
+    thinned = []
     for job in listed:
         size = job.size
         kind = (job.form, replace(size, requests=1, kv_tokens=1, longest=1, queries=1))
         count[kind] = count.get(kind, 0) + 1
         if count[kind] <= POINTS:
-            kept.append(job)
-    return kept
+            thinned.append(job)
+    return thinned

@@ -57,8 +57,8 @@ def read_vertical_slash(
     (heads,) = keys.need("num_attention_heads")
     if heads % tp or not 0 <= rank < tp:
         raise UsageError(f"rank {rank} of tp {tp} for {heads} query heads (expected a divisor)")
-    own = heads // tp
-    return _sizes(keys, layer_id, range(rank * own, (rank + 1) * own))
+    local_heads = heads // tp
+    return _sizes(keys, layer_id, range(rank * local_heads, (rank + 1) * local_heads))
 
 
 def _sizes(keys: Keys, layer_id: int, heads: range) -> tuple[tuple[int, int], ...]:
@@ -74,8 +74,8 @@ def _sizes(keys: Keys, layer_id: int, heads: range) -> tuple[tuple[int, int], ..
 
 
 def _size(keys: Keys, layer_id: int, head: int, entry: object) -> tuple[int, int]:
-    given: list[object] = entry if isinstance(entry, list) else []
-    kind, verticals, slashes, *_ = [*given, None, None, None]
+    values: list[object] = entry if isinstance(entry, list) else []
+    kind, verticals, slashes, *_ = [*values, None, None, None]
     if kind != "vertical_and_slash" or not (_is_count(verticals) and _is_count(slashes)):
         raise ModelConfigError(
             f"the config of {keys.owner} has {_LINES} with {brief(entry)} for head {head} of layer "

@@ -29,11 +29,11 @@ def rank_heads(keys: Keys, q: int, kv: int, tp: int) -> tuple[int, int]:
     return q // tp, max(1, kv // tp)
 
 
-def even_heads(keys: Keys, heads: int, tp: int, what: str) -> int:
+def even_heads(keys: Keys, heads: int, tp: int, noun: str) -> int:
     """Return heads / tp. Raises ModelConfigError, with the sizes that do divide, for a rest."""
     if heads % tp:
         fit = ", ".join(str(size) for size in range(1, min(heads, 1024) + 1) if heads % size == 0)
         raise ModelConfigError(
-            f"{keys.owner}: {heads} {what} do not divide over tp {tp} (possible: {fit})"
+            f"{keys.owner}: {heads} {noun} do not divide over tp {tp} (possible: {fit})"
         )
     return heads // tp

@@ -87,10 +87,10 @@ def lookup(config: Mapping[str, object], path: str) -> tuple[bool, object]:
 def brief(value: object) -> str:
     """Show a value of a config in at most 40 characters."""
     try:
-        shown = repr(value)
+        text = repr(value)
     except ValueError:  # an int of more digits than Python writes
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "no text"
-    return shown if len(shown) <= 40 else shown[:37] + "..."
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class Keys:
         value = self.get(name)
         if value is None:
             return None
-        most = MOST.get(name, LIMIT - 1)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            limit = f", at most {most}" if name in MOST else ""
+        maximum = MOST.get(name, LIMIT - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= maximum:
+            limit = f", at most {maximum}" if name in MOST else ""
             raise self._wrong(name, value, f"a positive integer{limit}")
         return value
 
@@ -162,9 +162,9 @@ class Keys:
     def need(self, *names: str) -> tuple[int, ...]:
         """Return positive integers; raise ModelConfigError that lists every missing key."""
         values = [self.count(name) for name in names]
-        lost = [name for name, value in zip(names, values, strict=True) if value is None]
-        if lost:
-            spelled = "; ".join(" or ".join(ALIASES.get(name, (name,))) for name in lost)
+        missing = [name for name, value in zip(names, values, strict=True) if value is None]
+        if missing:
+            spelled = "; ".join(" or ".join(ALIASES.get(name, (name,))) for name in missing)
             raise ModelConfigError(
                 f"the config of {self.owner} does not say: {spelled}. Add the keys to config.json, "
                 "or give the shapes yourself (--kind, --head-dim, --num-q-heads, --num-kv-heads)"
@@ -172,9 +172,9 @@ class Keys:
         return tuple(value for value in values if value is not None)
 
     def _wrong(self, name: str, value: object, expected: str) -> ModelConfigError:
-        shown = brief(value)
+        text = brief(value)
         names = ALIASES.get(name, (name,))
         key = next((alias for alias in names if lookup(self.config, alias)[0]), name)
         return ModelConfigError(
-            f"the config of {self.owner} has {key} = {shown} (expected {expected})"
+            f"the config of {self.owner} has {key} = {text} (expected {expected})"
         )

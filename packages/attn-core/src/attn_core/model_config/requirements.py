@@ -78,16 +78,19 @@ def requirements_from_config(
     if model_type in NOTES:
         keys.assume(NOTES[model_type])
     _alibi(keys)
-    if left := _not_read(keys):
-        others = f" and {len(left) - 8} more" if len(left) > 8 else ""
+    if unread := _not_read(keys):
+        more_text = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
         keys.assume(
-            f"not applied, though the names are about attention: {', '.join(left[:8])}{others}; "
-            "compare the layers that were read with the model's own code"
+            "not applied, though the names are about attention: "
+            f"{', '.join(unread[:8])}{more_text}; compare the layers that were read with the "
+            "model's own code"
         )
     for part in (keys, tower):
         if part is not None and part.defaulted:
-            taken = ", ".join(f"{name} {value}" for name, value in part.defaulted.items())
-            keys.assume(f"not in the config, taken from the defaults of {part.model_type}: {taken}")
+            defaults = ", ".join(f"{name} {value}" for name, value in part.defaulted.items())
+            keys.assume(
+                f"not in the config, taken from the defaults of {part.model_type}: {defaults}"
+            )
     return Requirements(
         layers=layers,
         vision=vision,
@@ -144,18 +147,18 @@ def _alibi(keys: Keys) -> None:
 
 def _not_read(keys: Keys) -> list[str]:
     """List the keys about attention, with values, that nothing has looked up."""
-    left, ordered = [], keys.get("layer_types") is not None
+    unread, ordered = [], keys.get("layer_types") is not None
     outer = {path.partition(".")[0] for path in (*keys.seen, *NOT_APPLIED) if "." in path}
-    known = {*keys.seen, *NOT_APPLIED, *(path.rpartition(".")[0] for path in keys.seen)}
+    read_paths = {*keys.seen, *NOT_APPLIED, *(path.rpartition(".")[0] for path in keys.seen)}
     for path, value in _paths(keys.config, outer):
         name = path.rpartition(".")[2]
-        if not ABOUT_ATTENTION.search(name) or OF_THE_MODEL.search(name) or path in known:
+        if not ABOUT_ATTENTION.search(name) or OF_THE_MODEL.search(name) or path in read_paths:
             continue
         if ordered and OF_THE_ORDER.search(name):
             continue
         if value not in PLAIN and value != [] and value != {}:
-            left.append(printable(f"{path} = {brief(value)}"))
-    return left
+            unread.append(printable(f"{path} = {brief(value)}"))
+    return unread
 
 
 def _paths(config: Mapping[str, object], outer: set[str]) -> Iterator[tuple[str, object]]:
@@ -184,10 +187,12 @@ def _dtype(config: Mapping[str, object], keys: Keys, dtype: str | None) -> str:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r}: {near(dtype, DTYPES)}")
         return DTYPES[dtype]
-    said = [part.get(name) for part in (keys.config, config) for name in ("torch_dtype", "dtype")]
-    stored = next((str(value).removeprefix("torch.") for value in said if value), None)
+    dtypes = [part.get(name) for part in (keys.config, config) for name in ("torch_dtype", "dtype")]
+    stored = next((str(value).removeprefix("torch.") for value in dtypes if value), None)
     if stored is not None and stored in DTYPES:
         return DTYPES[stored]
-    known = "the config names no dtype" if stored is None else f"dtype {stored} is no compute dtype"
-    keys.assume(f"{known}: bf16")
+    reason = (
+        "the config names no dtype" if stored is None else f"dtype {stored} is no compute dtype"
+    )
+    keys.assume(f"{reason}: bf16")
     return "bf16"

@@ -46,11 +46,11 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ModelConfigError(
             f"{place} holds a JSON {type(config).__name__}, not the object of a model's config.json"
         )
-    chunks, lines = config.get("dual_chunk_attention_config"), place.with_name(_LINES)
+    chunks, lines_path = config.get("dual_chunk_attention_config"), place.with_name(_LINES)
     if isinstance(chunks, dict) and not chunks.get("sparse_attention_config"):
-        found = _mode(lines)
-        if found is not None and stat.S_ISREG(found):
-            chunks["sparse_attention_config"] = _read_json(lines)
+        lines_mode = _mode(lines_path)
+        if lines_mode is not None and stat.S_ISREG(lines_mode):
+            chunks["sparse_attention_config"] = _read_json(lines_path)
     return config
 
 
@@ -106,15 +106,15 @@ def _in_directory(directory: Path) -> Path:
         advice = "params.json is another format; download the config.json of the Hugging Face copy"
     else:
         advice = "give the directory of a downloaded model, or its config.json"
-    shown = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
-    raise ModelConfigError(f"no config.json in {directory} (it holds {shown}): {advice}")
+    names_text = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
+    raise ModelConfigError(f"no config.json in {directory} (it holds {names_text}): {advice}")
 
 
 def _unreadable(place: Path, error: OSError | ValueError) -> ModelConfigError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ModelConfigError(
-        f"cannot read {_shown(place)}: {why}; give the directory of a model that you may read, or "
-        "its config.json"
+        f"cannot read {_shown(place)}: {reason}; give the directory of a model that you may read, "
+        "or its config.json"
     )
 
 

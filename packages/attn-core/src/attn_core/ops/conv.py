@@ -66,8 +66,8 @@ class ConvPlan:
         self.rows = (batch.state_slots >= 0).nonzero()[:, 0]
         slots_out = batch.state_slots if batch.state_slots_out is None else batch.state_slots_out
         self.reads, self.writes = (x[self.rows].long() for x in (batch.state_slots, slots_out))
-        fresh = batch.state_fresh
-        self._fresh = None if fresh is None else fresh[self.rows, None, None]
+        state_fresh = batch.state_fresh
+        self._fresh = None if state_fresh is None else state_fresh[self.rows, None, None]
 
     def old_inputs(self, state: Tensor) -> Tensor:
         """Return the last inputs [R, channels, W - 1] in a layer's state, float32, 0 of fresh."""
@@ -77,16 +77,16 @@ class ConvPlan:
     @cached_property
     def requests(self) -> list[ConvRequest]:
         """The requests of an extend."""
-        batch, found = self._batch, []
+        batch, result = self._batch, []
         lens = batch.query_lens_host
         lens = tuple(batch.cu_seqlens_q.diff().tolist()) if lens is None else lens
         saved = [] if batch.checkpoint_slots is None else batch.checkpoint_slots.tolist()
         firsts = [0, *accumulate(lens)]
         chunks = [0, *accumulate(-(-n // CHUNK_SIZE) for n in lens)]
         for row, write in zip(self.rows.tolist(), self.writes.tolist(), strict=True):
-            own = saved[chunks[row] : chunks[row + 1]]
-            found.append(ConvRequest(firsts[row], lens[row], write, own))
-        return found
+            checkpoints = saved[chunks[row] : chunks[row + 1]]
+            result.append(ConvRequest(firsts[row], lens[row], write, checkpoints))
+        return result
 
     @cached_property
     def paths(self) -> Tensor:
@@ -102,11 +102,11 @@ class ConvPlan:
         else:
             mask = mask[rows]
         depth = mask.sum(-1) - 1  # [R, n]
-        back = torch.arange(width - 1, -1, -1, device=rows.device)
-        wanted = depth[..., None] - back  # [R, n, W]
-        ancestors = mask[:, :, None, :] & (depth[:, None, None, :] == wanted[..., None])
+        distance = torch.arange(width - 1, -1, -1, device=rows.device)
+        ancestor_depth = depth[..., None] - distance  # [R, n, W]
+        ancestors = mask[:, :, None, :] & (depth[:, None, None, :] == ancestor_depth[..., None])
         draft = ancestors.to(torch.uint8).argmax(-1)
-        return width - 1 + torch.where(wanted < 0, wanted, draft)
+        return width - 1 + torch.where(ancestor_depth < 0, ancestor_depth, draft)
 
 
 def conv_extend(

@@ -17,13 +17,13 @@ def rotary_positions(dual_chunk: DualChunk, positions: Tensor) -> tuple[Tensor, 
     with a sparse_threshold the succ and inter queries that choose lines: no distance is clamped.
     """
     size, length = dual_chunk.chunk_size, dual_chunk.chunk_len
-    within = positions % length
-    succ = (within + length).clamp(max=size)
-    inter = torch.full_like(within, min(2 * length - 1, size))
-    queries = [within, succ, inter]
+    chunk_positions = positions % length
+    succ = (chunk_positions + length).clamp(max=size)
+    inter = torch.full_like(chunk_positions, min(2 * length - 1, size))
+    queries = [chunk_positions, succ, inter]
     if dual_chunk.sparse_threshold is not None:
-        queries += [within + length, within + size]
-    return within, torch.stack(queries)
+        queries += [chunk_positions + length, chunk_positions + size]
+    return chunk_positions, torch.stack(queries)
 
 
 class ChunkKeys(NamedTuple):
@@ -76,15 +76,15 @@ def cut_at_chunks(
     end = torch.minimum((chunk + 1) * chunk_len, seq_lens[:, None])
     chunk, first, end = chunk.flatten(), first.flatten(), end.flatten()
     queries = (end - first).clamp(min=0)
-    used = queries > 0
-    before = (chunk * chunk_len).masked_fill(~used, 0)
+    valid = queries > 0
+    chunk_start = (chunk * chunk_len).masked_fill(~valid, 0)
     table = page_table.repeat_interleave(pieces, 0) if pieces > 1 else page_table
     pages = chunk_len // page_size
-    keys = [ChunkKeys((end - before).masked_fill(~used, 0), _shifted(table, chunk, pages))]
+    keys = [ChunkKeys((end - chunk_start).masked_fill(~valid, 0), _shifted(table, chunk, pages))]
     if max_seq_len > chunk_len:
-        keys.append(ChunkKeys(before.clamp(max=chunk_len), _shifted(table, chunk - 1, pages)))
+        keys.append(ChunkKeys(chunk_start.clamp(max=chunk_len), _shifted(table, chunk - 1, pages)))
     if max_seq_len > 2 * chunk_len:
-        keys.append(ChunkKeys((before - chunk_len).clamp(min=0), table))
+        keys.append(ChunkKeys((chunk_start - chunk_len).clamp(min=0), table))
     return ChunkPass(
         cu_seqlens_q=torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0)),
         max_q_len=min(max_q_len, chunk_len),

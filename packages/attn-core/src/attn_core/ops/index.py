@@ -59,8 +59,8 @@ def _writer(device_type: str) -> Callable[[LayerCache, Tensor, Tensor, int], Non
 def _write(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> None:
     values, scales = cache.index_keys
     check_index_write(values.shape[-1], keys, slots)
-    if (real := real_slots(slots)) is not None:
-        keys, slots = keys[real], slots[real]
+    if (valid := real_slots(slots)) is not None:
+        keys, slots = keys[valid], slots[valid]
     x = keys.detach()
     if scales is None:
         return put(values, "NHD", slots, x.to(values.dtype))

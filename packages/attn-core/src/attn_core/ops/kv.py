@@ -81,19 +81,21 @@ def _write_latents(
     cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1
 ) -> None:
     check_write(cache, k, v, slots)
-    if (real := real_slots(slots)) is not None:
-        k, slots = k[real], slots[real]
+    if (valid := real_slots(slots)) is not None:
+        k, slots = k[valid], slots[valid]
     put(cache.k, cache.layout, slots, to_latents(k.detach(), cache.latent_dim))
 
 
 def _write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form: int = -1) -> None:
     check_write(cache, k, v, slots)
-    if (real := real_slots(slots)) is not None:
-        k, v, slots = k[real], None if v is None else v[real], slots[real]
+    if (valid := real_slots(slots)) is not None:
+        k, v, slots = k[valid], None if v is None else v[valid], slots[valid]
     rows = cache.launchers.get("rows")
-    lies = tuple((x.data_ptr(), x.shape, x.dtype) for x in (cache.k, cache.v) if x is not None)
-    if rows is None or rows[0] != lies:
-        rows = cache.launchers["rows"] = (lies, _plain_rows(cache))
+    layout_key = tuple(
+        (x.data_ptr(), x.shape, x.dtype) for x in (cache.k, cache.v) if x is not None
+    )
+    if rows is None or rows[0] != layout_key:
+        rows = cache.launchers["rows"] = (layout_key, _plain_rows(cache))
     new = (k,) if v is None else (k, v)
     if rows[1] and all(x.dtype == rows[1][0].dtype for x in new):
         for row, x in zip(rows[1], new, strict=True):

@@ -26,5 +26,5 @@ def to_latents(x: Tensor, latent_dim: int) -> Tensor:
 def from_latents(tokens: Tensor, latent_dim: int, dtype: torch.dtype) -> Tensor:
     """Decode what to_latents wrote: uint8 [..., bytes] → [..., D] in `dtype`, through float32."""
     values, scales, rope = split_latents(tokens, latent_dim)
-    wide = torch.unflatten(values.float(), -1, (-1, LATENT_BLOCK)) * scales[..., None]
-    return torch.cat([wide.flatten(-2), rope.float()], -1).to(dtype)
+    blocks = torch.unflatten(values.float(), -1, (-1, LATENT_BLOCK)) * scales[..., None]
+    return torch.cat([blocks.flatten(-2), rope.float()], -1).to(dtype)

@@ -23,10 +23,10 @@ def new_tensor(
 
 def _quick() -> Callable[..., Tensor] | None:
     try:
-        made: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        empty_strided: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
     except AttributeError:
         return None
-    return made if torch.version.cuda and hasattr(torch._C, "_cuda_getDevice") else None
+    return empty_strided if torch.version.cuda and hasattr(torch._C, "_cuda_getDevice") else None
 
 
 _QUICK = _quick()

@@ -70,7 +70,7 @@ def from_fp4(codes: Tensor, blocks: Tensor, scale: Scale, dtype: torch.dtype) ->
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     exponent, odd = (nibbles >> 1) & 3, nibbles & 1
     # twice the magnitude: 0 1 2 3 4 6 8 12, exact in uint8
-    twice = torch.where(exponent == 0, odd, (2 + odd) << (exponent.clamp(min=1) - 1))
-    value = torch.where(nibbles > 7, -0.5, 0.5) * twice
+    doubled = torch.where(exponent == 0, odd, (2 + odd) << (exponent.clamp(min=1) - 1))
+    value = torch.where(nibbles > 7, -0.5, 0.5) * doubled
     unit = (blocks.float() * scale).unsqueeze(-1)
     return (value.view(*blocks.shape, FP4_BLOCK) * unit).flatten(-2).to(dtype)

@@ -46,12 +46,12 @@ class Pin:
         options = f"{self.options} " if self.options else ""
         return f"pip install {options}'{self.distribution}{self.version}'"
 
-    def accepts(self, wanted: Requirement) -> bool:
+    def accepts(self, requirement: Requirement) -> bool:
         """Say whether the installed distribution is the right one, in an accepted version."""
         versions = SpecifierSet(self.version)
         exact = [s.version for s in versions if s.operator == "==" and "*" not in s.version]
-        return self.distribution == wanted.name and all(
-            wanted.specifier.contains(v, prereleases=True) for v in exact
+        return self.distribution == requirement.name and all(
+            requirement.specifier.contains(v, prereleases=True) for v in exact
         )
 
     def loads(self, torch: str | None) -> bool:
@@ -97,13 +97,13 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
     """Say what is installed instead of `group`, or what is missing; None if it is satisfied."""
     if used(group, libraries) is not None:
         return None
-    wanted = alternatives(group)
+    requirements = alternatives(group)
     present = [
         f"{w.name} {libraries[name]}"
-        for w in wanted
+        for w in requirements
         if (name := canonicalize_name(w.name)) in libraries
     ]
-    return " and ".join(present) or f"{' or '.join(w.name for w in wanted)} not installed"
+    return " and ".join(present) or f"{' or '.join(w.name for w in requirements)} not installed"
 
 
 def installed(groups: Iterable[str]) -> dict[str, str | None]:
@@ -147,10 +147,10 @@ def chosen_distribution(name: str, group: str) -> str:
     Raises BackendError if none is installed, because the backend was created without select().
     """
     versions = installed([group])
-    wanted = used(group, versions)
-    if wanted is None:
+    requirement = used(group, versions)
+    if requirement is None:
         raise BackendError(
             f"{name} needs {group}, here: {shortfall(group, versions)}; install the one that "
             "`attn doctor` names"
         )
-    return wanted.name
+    return requirement.name

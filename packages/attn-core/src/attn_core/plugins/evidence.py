@@ -42,9 +42,9 @@ def levels(
 def proved(module: str, backend: str, kind: str, device: str) -> str:
     """Summarise the evidence for a backend on a device: "mha on cuda:sm100: 9 cells compiled"."""
     counts = Counter(levels(module, backend, kind, device).values())
-    best = sorted(counts, key=LEVELS.index, reverse=True)
-    seen = ", ".join(f"{counts[x]} cell{'s' * (counts[x] > 1)} {x}" for x in best)
-    return f"{kind} on {device}: {seen or 'declared, nothing is proved'}"
+    ordered = sorted(counts, key=LEVELS.index, reverse=True)
+    cells = ", ".join(f"{counts[x]} cell{'s' * (counts[x] > 1)} {x}" for x in ordered)
+    return f"{kind} on {device}: {cells or 'declared, nothing is proved'}"
 
 
 def faults(modules: Iterable[str]) -> list[str]:
@@ -64,9 +64,9 @@ def _files(module: str) -> Iterator[tuple[pathlib.Path, dict[str, Any] | str]]:
 def _fault(data: Any) -> str | None:
     if not isinstance(data, dict):
         return f"it holds a JSON {type(data).__name__}, not an object"
-    for key, wanted in (("backend", str), ("kind", str), ("cells", dict)):
-        if not isinstance(data.get(key), wanted):
-            return f"{key} is {data.get(key)!r} (expected a {wanted.__name__})"
+    for key, expected in (("backend", str), ("kind", str), ("cells", dict)):
+        if not isinstance(data.get(key), expected):
+            return f"{key} is {data.get(key)!r} (expected a {expected.__name__})"
     for cell, proof in data["cells"].items():
         level = proof.get("level") if isinstance(proof, dict) else None
         if level not in LEVELS:

@@ -127,9 +127,9 @@ class Registry:
             raise UnknownBackendError(
                 f"backend {name!r} is broken in {broken[0].origin}: {broken[0].error}"
             )
-        known = [n for spec in specs for n in (spec.name, *spec.aliases)]
+        names = [n for spec in specs for n in (spec.name, *spec.aliases)]
         kind = "linear attention backend" if families == ("linear",) else "backend"
-        raise UnknownBackendError(f"unknown {kind} {name!r}: {near(name, known)}")
+        raise UnknownBackendError(f"unknown {kind} {name!r}: {near(name, names)}")
 
     def requires(self) -> tuple[str, ...]:
         """Return all requirement groups of all rows."""
@@ -138,8 +138,8 @@ class Registry:
 
     def installed_libraries(self) -> dict[str, str | None]:
         """Look up the versions here of torch and libraries that rows, or known_bad, name."""
-        bad = {x for s in self.backends.values() for k in s.known_bad for x in k.libraries}
-        return {**installed({*self.requires(), *bad, "torch"}), **self.own_libraries}
+        known_bad = {x for s in self.backends.values() for k in s.known_bad for x in k.libraries}
+        return {**installed({*self.requires(), *known_bad, "torch"}), **self.own_libraries}
 
 
 def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
@@ -157,7 +157,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     names: dict[Key, Origin] = {}  # and aliases
     broken: list[BrokenPlugin] = []
     pins, slow = list[Pin](), list[SlowPlugin]()
-    own: dict[str, str | None] = {}
+    provided: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
     unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
     for _, (origin, point) in sorted(
@@ -168,27 +168,27 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
             _check_contract(point.dist)
             with stdout_to_stderr():  # stdout is the command's
                 specs, plugin_pins, libraries = _call(point.load(), point.name)
-                wrongs = [problem(spec) for spec in specs]
+                problems = [problem(spec) for spec in specs]
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin's code may raise anything
             broken.append(_broken(point.name, origin, error))
             continue
         if (seconds := time.perf_counter() - start) > SLOW_SECONDS:
-            slow.append(SlowPlugin(_shown(point.name), origin, seconds))
+            slow.append(SlowPlugin(_label(point.name), origin, seconds))
         pins += plugin_pins
-        own |= libraries
-        for spec, wrong in zip(specs, wrongs, strict=True):
-            wrong = wrong or _taken(spec, names)
-            if wrong is not None:
+        provided |= libraries
+        for spec, fault in zip(specs, problems, strict=True):
+            fault = fault or _name_clash(spec, names)
+            if fault is not None:
                 name = spec.name if type(spec) is BackendSpec else point.name
-                broken.append(BrokenPlugin(_shown(name), origin, wrong))
+                broken.append(BrokenPlugin(_label(name), origin, fault))
                 continue
             key = (spec.family, spec.name)
             backends[key], origins[key] = spec, origin
             names |= {(spec.family, n): origin for n in (spec.name, *spec.aliases)}
     return Registry(
-        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow), own
+        dict(sorted(backends.items())), origins, tuple(broken), tuple(pins), tuple(slow), provided
     )
 
 
@@ -223,10 +223,10 @@ def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:
     except BaseException as worse:  # the error's own __str__ is a plugin's code, too
         text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
     details = "".join(traceback.format_exception(error))
-    return BrokenPlugin(_shown(name), origin, printable(text, ERROR_LENGTH), printable(details))
+    return BrokenPlugin(_label(name), origin, printable(text, ERROR_LENGTH), printable(details))
 
 
-def _shown(name: object) -> str:
+def _label(name: object) -> str:
     return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 
@@ -244,18 +244,18 @@ def _check_contract(dist: Distribution | None) -> None:
         if canonicalize_name(r.name) == BUILTIN
         and (r.marker is None or r.marker.evaluate({"extra": ""}))
     ]
-    here = attn_core.__version__
+    version = attn_core.__version__
     for specifier in specifiers:
-        if not specifier.contains(here, prereleases=True):
+        if not specifier.contains(version, prereleases=True):
             raise ImportError(
-                f"requires attn-core{specifier}, {here} is installed; "
+                f"requires attn-core{specifier}, {version} is installed; "
                 f"pip install 'attn-core{specifier}' or another version of the plugin"
             )
     if not any(specifiers):
-        contract = here.rpartition(".")[0]
+        contract = version.rpartition(".")[0]
         raise ImportError(
-            f"pins no version of attn-core, {here} is installed; install a version of the plugin "
-            f"that pins one, or add 'attn-core=={contract}.*' to the dependencies in its "
+            f"pins no version of attn-core, {version} is installed; install a version of the "
+            f"plugin that pins one, or add 'attn-core=={contract}.*' to the dependencies in its "
             "pyproject.toml"
         )
 
@@ -272,9 +272,9 @@ def _call(module: Any, name: str) -> tuple[list[Any], list[Pin], Libraries]:
         raise ValueError("registers nothing: attn_register_backends returned an empty list")
     if (excess := too_many(backends, pins)) is not None:
         raise ValueError(excess)
-    wrong = next((text for text in map(pin_problem, pins) if text), None)
-    if wrong is not None:
-        raise TypeError(f"a pin is wrong: {wrong}")
+    pin_error = next((text for text in map(pin_problem, pins) if text), None)
+    if pin_error is not None:
+        raise TypeError(f"a pin is wrong: {pin_error}")
     libraries = parse_libraries(_results(manager.hook.attn_register_libraries) or [])
     return backends, pins, libraries
 
@@ -292,9 +292,9 @@ def _results(hook: pluggy.HookCaller) -> list[Any] | None:
     return [item for result in results for item in result]
 
 
-def _taken(spec: BackendSpec, names: Mapping[Key, Origin]) -> str | None:
+def _name_clash(spec: BackendSpec, names: Mapping[Key, Origin]) -> str | None:
     """Say which name or alias of a backend another one has."""
-    for what, name in [("name", spec.name), *(("alias", alias) for alias in spec.aliases)]:
+    for label, name in [("name", spec.name), *(("alias", alias) for alias in spec.aliases)]:
         if (owner := names.get((spec.family, name))) is not None:
-            return f"the {what} {name!r} is taken by {owner}; rename this one"
+            return f"the {label} {name!r} is taken by {owner}; rename this one"
     return None

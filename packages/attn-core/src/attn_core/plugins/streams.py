@@ -19,26 +19,26 @@ def stdout_to_stderr() -> Iterator[None]:
     """
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            kept = os.dup(OUT)
+            saved = os.dup(OUT)
         except OSError:  # it is closed: nobody can write there
             yield
             return
         _flush()
         try:
-            _point_out_at(ERR)
+            _redirect_stdout(ERR)
             yield
         finally:
             _flush()
-            os.dup2(kept, OUT)
-            os.close(kept)
+            os.dup2(saved, OUT)
+            os.close(saved)
 
 
-def _point_out_at(target: int) -> None:
+def _redirect_stdout(target: int) -> None:
     try:
         os.dup2(target, OUT)
     except OSError:  # standard error is closed
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), OUT)
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), OUT)
 
 
 def _flush() -> None:

@@ -85,9 +85,9 @@ def too_many(specs: Sequence[object], pins: Sequence[object] = ()) -> str | None
     """Return the error if a plugin registers more backends or rows than allowed, else None."""
     rows = sum(len(spec.capabilities) for spec in specs if type(spec) is BackendSpec)
     counts = {"backends": (len(specs), MAX_BACKENDS), "rows": (rows, MAX_ROWS)}
-    for what, (count, most) in {**counts, "pins": (len(pins), MAX_ITEMS)}.items():
-        if count > most:
-            return f"registers {count} {what} (at most {most}); leave out those that differ least"
+    for noun, (count, limit) in {**counts, "pins": (len(pins), MAX_ITEMS)}.items():
+        if count > limit:
+            return f"registers {count} {noun} (at most {limit}); leave out those that differ least"
     return None
 
 
@@ -95,23 +95,23 @@ def problem(spec: object) -> str | None:
     """Return what is wrong with the result of attn_register_backends, or None if it is valid."""
     if type(spec) is not BackendSpec:
         return f"attn_register_backends returned a {type(spec).__name__}, not a BackendSpec"
-    wrong = _fields(spec)
-    if wrong is not None:
-        return wrong
+    error = _fields(spec)
+    if error is not None:
+        return error
     for name in (spec.name, *spec.aliases):
         if not 0 < len(name) <= MAX_NAME or set(name) & set(" ,"):  # what flags split names at
             return f"name {name!r} (expected 1 to {MAX_NAME} characters without blank and comma)"
     for number, row in enumerate(spec.capabilities):
-        if (wrong := _fields(row)) is not None:
-            return f"row {number}: {wrong}" if len(spec.capabilities) > 1 else wrong
+        if (error := _fields(row)) is not None:
+            return f"row {number}: {error}" if len(spec.capabilities) > 1 else error
         if not row.absorbed and (row.phases != {Phase.PREFILL} or row.max_verify_topk):
             return (
                 f"row {number}: absorbed False (expected with phase prefill alone and "
                 "max_verify_topk 0)"
             )
-    for bad in spec.known_bad:
-        if (wrong := _fields(bad)) is not None:
-            return f"known_bad: {wrong}"
+    for known_bad in spec.known_bad:
+        if (error := _fields(known_bad)) is not None:
+            return f"known_bad: {error}"
     families = {row.family for row in spec.capabilities}
     return "rows of both families, softmax and linear" if len(families) > 1 else None
 
@@ -127,16 +127,16 @@ def _fields(record: BackendSpec | Capabilities | KnownBad | Pin) -> str | None:
     hints = HINTS[type(record)]
     for f in fields(record):
         value, hint = getattr(record, f.name), hints[f.name]
-        if (most := _too_much(value)) is not None:
-            return f"{f.name} {_show(value)} (expected {most})"
-        holds, words = VALUES.get(f.name, (None, ""))
+        if (limit := _exceeded_limit(value)) is not None:
+            return f"{f.name} {_show(value)} (expected {limit})"
+        holds, text = VALUES.get(f.name, (None, ""))
         if not _fits(hint)(value) or (holds and value is not None and not holds(value)):
-            expected = f"{_words(hint)}, {words}" if words else _words(hint)
+            expected = f"{_type_text(hint)}, {text}" if text else _type_text(hint)
             return f"{f.name} {_show(value)} (expected {expected})"
     return None
 
 
-def _too_much(value: object) -> str | None:
+def _exceeded_limit(value: object) -> str | None:
     """Say what a value exceeds that is too large, or too odd, to be weighed and printed."""
     if isinstance(value, str):
         fits = len(value) <= MAX_TEXT and value.isprintable()
@@ -150,8 +150,8 @@ def _too_much(value: object) -> str | None:
     if len(value) > MAX_ITEMS:
         return f"at most {MAX_ITEMS} elements"
     for part in (*value, *value.values()) if isinstance(value, Mapping) else value:
-        if (most := _too_much(part)) is not None:
-            return most
+        if (limit := _exceeded_limit(part)) is not None:
+            return limit
     return None
 
 
@@ -166,7 +166,7 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
         return lambda value: type(value) is str and value in inner
     if origin is None:
         return lambda value: type(value) is hint
-    parts = [_fits(one) for one in inner]
+    parts = [_fits(argument) for argument in inner]
     if origin in (Union, UnionType):
         return lambda value: any(fits(value) for fits in parts)
     first, last = parts[0], parts[-1]
@@ -183,18 +183,18 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, origin) and all(map(first, value))
 
 
-def _words(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(map(repr, inner))
     if origin in (Union, UnionType):
-        return " or ".join(map(_words, inner))
+        return " or ".join(map(_type_text, inner))
     if origin is Mapping:
-        return f"a mapping of {_words(inner[0])} to {_words(inner[1])}"
+        return f"a mapping of {_type_text(inner[0])} to {_type_text(inner[1])}"
     if origin is not None:
-        return f"{PLURAL[origin]} {_words(inner[0])}"
-    words = {str: "text", bool: "True or False", NoneType: "None"}
-    return words.get(hint) or str(hint.__name__)
+        return f"{PLURAL[origin]} {_type_text(inner[0])}"
+    names = {str: "text", bool: "True or False", NoneType: "None"}
+    return names.get(hint) or str(hint.__name__)
 
 
 def _show(value: object) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from attn_core.errors import AttnError, BackendError, BackendNotImplementedError, UnsupportedError
+from attn_core.runtime.backend_config import BackendConfig as BackendConfig
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.runtime.linear import LinearLayer
 from attn_core.runtime.shared_keys import SharedKeys
-from attn_core.spec.capabilities import BackendSpec, Capabilities
-from attn_core.spec.device import FAMILY
+from attn_core.spec.capabilities import BackendSpec
 
 if TYPE_CHECKING:
     from attn_core.cache.layer_cache import LayerCache
@@ -26,56 +23,6 @@ if TYPE_CHECKING:
 
 Metadata = Any  # the backend's own value, handed back to it
 Output = Tensor | tuple[Tensor, Tensor]  # out [T, Hq, Dv], or (out, lse float32 [T, Hq])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BackendConfig:
-    """Everything that a plan needs and that does not change between passes.
-
-    arch ("sm90", "gfx942"), multiprocessors and shared_memory (bytes per block) are properties of
-    `device`. On a GPU, properties that are not passed are queried here, once, so that no backend
-    queries them again. On other devices they stay unknown: None and 0.
-    """
-
-    name: str
-    row: Capabilities
-    layers: tuple[AttentionLayer, ...]
-    page_size: int
-    dtype: str
-    kv_cache_dtype: str  # what the cache stores, never "auto"; of linear layers the states' dtype
-    device: torch.device
-    arch: str | None = None
-    multiprocessors: int = 0
-    shared_memory: int = 0
-    max_bs: int = 0  # 0: not known, grow as needed
-    max_num_tokens: int = 0
-    max_seq_len: int = 0
-    topk: int = 0
-    num_draft_tokens: int = 0
-    deterministic: bool = False
-    shared_prefix: bool = False  # read keys that neighbouring requests share once
-    linear_layers: tuple[LinearLayer, ...] = ()  # those of a linear backend, which has no others
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda" and not (self.arch and self.multiprocessors):
-            for name, value in properties_of(self.device).items():
-                if not getattr(self, name):
-                    object.__setattr__(self, name, value)
-
-
-@functools.cache
-def properties_of(device: torch.device) -> Mapping[str, str | int]:
-    """Query a GPU's arch, multiprocessors and shared memory, named as in BackendConfig."""
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        arch = properties.gcnArchName.partition(":")[0]
-    else:
-        arch = f"sm{properties.major}{properties.minor}"
-    return {
-        "arch": FAMILY.get(arch, arch),
-        "multiprocessors": properties.multi_processor_count,
-        "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0),  # not on ROCm
-    }
 
 
 class Backend(ABC):
@@ -300,7 +247,7 @@ def create_backend(
 def _attends(backend: type[AttentionBackend]) -> bool:
     """Say whether a class attends itself: the base's three methods only call each other."""
 
-    def own(name: str) -> bool:
+    def overrides(name: str) -> bool:
         return getattr(backend, name) is not getattr(AttentionBackend, name)
 
-    return own("forward") or (own("forward_extend") and own("forward_decode"))
+    return overrides("forward") or (overrides("forward_extend") and overrides("forward_decode"))

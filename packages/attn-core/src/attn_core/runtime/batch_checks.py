@@ -36,13 +36,13 @@ def check_tensor(
     """
     check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
     fits = t.dim() == len(shape) and all(
-        want is None or have == want for have, want in zip(t.shape, shape, strict=True)
+        expected is None or size == expected for size, expected in zip(t.shape, shape, strict=True)
     )
     check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
     # Refused, not copied: graphs overwrite these tensors in place.
     dense = t.stride(-1) == 1 if rows else t.is_contiguous()
-    wanted = "stride(-1) 1" if rows else "contiguous"
-    check(dense, f"{name} has strides {t.stride()} (expected {wanted}); call .contiguous()")
+    layout = "stride(-1) 1" if rows else "contiguous"
+    check(dense, f"{name} has strides {t.stride()} (expected {layout}); call .contiguous()")
 
 
 def check_starts(
@@ -75,8 +75,8 @@ def check_states(
     query_lens: Sequence[int] | None,
 ) -> set[str]:
     """Check the slots of linear layers; return the devices that they are on."""
-    given = {"state_slots_out": slots_out, "state_fresh": fresh, "checkpoint_slots": checkpoints}
-    present = {name: x for name, x in given.items() if x is not None}
+    optional = {"state_slots_out": slots_out, "state_fresh": fresh, "checkpoint_slots": checkpoints}
+    present = {name: x for name, x in optional.items() if x is not None}
     if slots is None:
         check(not present, f"{' and '.join(present)} without state_slots")
         return set()

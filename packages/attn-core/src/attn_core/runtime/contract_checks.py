@@ -182,10 +182,10 @@ def refuse_drafts(config: BackendConfig, batch: ForwardBatch) -> None:
     if topk <= limit and (limit > 1 or not tree):
         return
     chains = "chains, topk 1 without a tree_mask" if limit == 1 else "no drafts"
-    possible = f"trees up to topk {limit}" if limit > 1 else chains
+    supported = f"trees up to topk {limit}" if limit > 1 else chains
     raise UnsupportedError(
         f"{config.name} asked to verify topk {topk}{' with a tree_mask' * tree}, its chosen row "
-        f"verifies {possible}; select with this speculation in the Requirements"
+        f"verifies {supported}; select with this speculation in the Requirements"
     )
 
 
@@ -203,16 +203,16 @@ def refuse_output(
     also the LSE, float32 [T, Hq].
     """
     rows = (q.shape[0], layer.num_q_heads)
-    owed: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+    promised: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("out", (*rows, layer.v_head_dim), q.dtype if out is None else out.dtype)
     ]
     outputs: tuple[Output, ...] = (result,)
     if return_lse:
-        owed.append(("lse", rows, torch.float32))
+        promised.append(("lse", rows, torch.float32))
         outputs = result if isinstance(result, tuple) else (result,)
-    if len(outputs) != len(owed):
+    if len(outputs) != len(promised):
         _broke(config, layer, f"{len(outputs)} value", "(out, lse)")
-    for value, (name, shape, dtype) in zip(outputs, owed, strict=True):
+    for value, (name, shape, dtype) in zip(outputs, promised, strict=True):
         expected = f"{list(shape)} {dtype}"
         if not isinstance(value, Tensor):
             _broke(config, layer, f"{name} as {type(value).__name__}", f"a tensor {expected}")
@@ -222,8 +222,8 @@ def refuse_output(
         _broke(config, layer, "a new tensor", "the one given as `out`, filled")
 
 
-def _broke(config: BackendConfig, layer: AttentionLayer, got: str, expected: str) -> NoReturn:
+def _broke(config: BackendConfig, layer: AttentionLayer, returned: str, expected: str) -> NoReturn:
     raise BackendError(
-        f"{config.name} returned {got} for layer {layer.layer_id} (expected {expected}): its "
+        f"{config.name} returned {returned} for layer {layer.layer_id} (expected {expected}): its "
         "backend breaks the contract, tell its author"
     )

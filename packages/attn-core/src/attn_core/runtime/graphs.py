@@ -66,8 +66,8 @@ class GraphRunner:
         self._dispatcher, self._max_seq_len = dispatcher, max_seq_len
         self._device = dispatcher.caches.device
         self._steps: dict[tuple[ForwardMode, int], _Step] = {}
-        most = self.batch_sizes[-1]
-        dispatcher.init_cuda_graph_state(most, most * self.max_query_len)
+        max_bs = self.batch_sizes[-1]
+        dispatcher.init_cuda_graph_state(max_bs, max_bs * self.max_query_len)
         # all graphs share their memory: they run one after the other
         has_graphs = self._device.type in GRAPHS
         module: Any = torch.get_device_module(self._device) if has_graphs else None
@@ -132,14 +132,16 @@ class GraphRunner:
         Raises UnsupportedError, with the reason, for a pass that does not fit, and BatchError for
         inputs of another number or shape.
         """
-        why = self._refusal(batch)
-        if why is not None:
-            raise UnsupportedError(f"{why}; run the pass eagerly")
+        refusal = self._refusal(batch)
+        if refusal is not None:
+            raise UnsupportedError(f"{refusal}; run the pass eagerly")
         step, size = self._steps[batch.forward_mode, batch.max_q_len], batch.batch_size
-        whole = self.batch_sizes[bisect_left(self.batch_sizes, size)]
+        padded_size = self.batch_sizes[bisect_left(self.batch_sizes, size)]
         _, longest, queries = size_of(batch)
-        bucket = (whole.bit_length(), longest, queries)
-        graph = step.graphs[whole, self._dispatcher.pickers.captured_at(batch.forward_mode, bucket)]
+        bucket = (padded_size.bit_length(), longest, queries)
+        graph = step.graphs[
+            padded_size, self._dispatcher.pickers.captured_at(batch.forward_mode, bucket)
+        ]
         step.static.fill(batch, inputs)
         planned = step.static.described(graph.batch, batch)
         self._dispatcher.init_forward_metadata_replay_cuda_graph(planned, graph.metadata)
@@ -175,8 +177,8 @@ class GraphRunner:
         mode, size, queries = batch.forward_mode, batch.batch_size, batch.max_q_len
         step = self._steps.get((mode, queries))
         if step is None:
-            known = ", ".join(f"{m.value} of {n}" for m, n in self._steps) or "nothing"
-            return f"{mode.value} of {queries} queries per request is not captured (is: {known})"
+            modes = ", ".join(f"{m.value} of {n}" for m, n in self._steps) or "nothing"
+            return f"{mode.value} of {queries} queries per request is not captured (is: {modes})"
         if batch.num_tokens != size * queries:
             return f"{batch.num_tokens} tokens of {size} requests: not {queries} for each"
         if size > self.batch_sizes[-1]:

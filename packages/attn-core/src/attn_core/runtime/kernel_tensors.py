@@ -33,8 +33,8 @@ def contiguous16(x: Tensor) -> Tensor:
 
 def to_e4m3_saturating(q: Tensor) -> Tensor:
     """Return q as dense e4m3, saturated: what FP8 kernels multiply an FP8 cache by."""
-    within = q.clamp(-_E4M3_MAX, _E4M3_MAX)
-    return within.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    clamped = q.clamp(-_E4M3_MAX, _E4M3_MAX)
+    return clamped.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
 def contiguous_out(q: Tensor, v_dim: int, out: Tensor | None) -> Tensor:
@@ -91,5 +91,5 @@ def capturing(device: torch.device) -> bool:
     """Say whether a graph is captured: what is written now has its value from the replay on."""
     if device.type == "cpu":
         return False
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return query is not None and bool(query())

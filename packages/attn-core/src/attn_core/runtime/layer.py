@@ -93,8 +93,8 @@ class AttentionLayer:
 
         Where its prompts are sparse, [5, Hq, D].
         """
-        one = (self.num_q_heads, self.head_dim)
-        return one if self.dual_chunk is None else (self.dual_chunk.rotations, *one)
+        per_token = (self.num_q_heads, self.head_dim)
+        return per_token if self.dual_chunk is None else (self.dual_chunk.rotations, *per_token)
 
     @cached_property
     def group(self) -> LayerGroup:
@@ -118,9 +118,11 @@ class AttentionLayer:
         topk = self.index_topk
         if topk is not None and not (isinstance(topk, Integral) and int(topk) >= 1):
             raise UsageError(f"{name}: index_topk {topk!r} (expected an integer of 1 or more)")
-        for what in ("is_causal", "is_cross"):
-            if getattr(self, what) not in (True, False):
-                raise UsageError(f"{name}: {what} {getattr(self, what)!r} (expected a bool)")
+        for field_name in ("is_causal", "is_cross"):
+            if getattr(self, field_name) not in (True, False):
+                raise UsageError(
+                    f"{name}: {field_name} {getattr(self, field_name)!r} (expected a bool)"
+                )
         self._check_lines(name)
         x = self.sinks
         if x is not None and not isinstance(x, Tensor):
@@ -142,8 +144,8 @@ class AttentionLayer:
                     "verticals and slashes of each query head; read_vertical_slash has them)"
                 )
             return
-        each = len(sizes) == self.num_q_heads and all(min(size) >= 1 for size in sizes)
-        if not sparse or not each:
+        valid = len(sizes) == self.num_q_heads and all(min(size) >= 1 for size in sizes)
+        if not sparse or not valid:
             raise UsageError(
                 f"{name}: vertical_slash of {len(sizes)} heads (expected 1 vertical and 1 slash or "
                 f"more for each of {self.num_q_heads} heads, of dual chunk attention with a "

@@ -73,10 +73,12 @@ class LinearLayer:
 
     def __post_init__(self) -> None:
         name, heads, dims = f"layer {self.layer_id}", self.num_v_heads, self.g_dims
-        for what in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
-            value = getattr(self, what)
+        for field_name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
+            value = getattr(self, field_name)
             if not is_count(value):
-                raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
+                raise UsageError(
+                    f"{name}: {field_name} {value!r} (expected an integer of 1 or more)"
+                )
         if self.kind not in ("gdn", "kda"):
             raise UsageError(f"{name}: kind {self.kind!r} (expected 'gdn' or 'kda')")
         if heads % self.num_k_heads:
@@ -90,10 +92,10 @@ class LinearLayer:
         if self.qk_norm is not None and not 0 < self.qk_norm < 1:
             raise UsageError(f"{name}: qk_norm {self.qk_norm} (expected an eps like 1e-6, or None)")
         if self.gate is not None:
-            found = (tuple(self.gate.A_log.shape), tuple(self.gate.dt_bias.shape))
-            if found != ((heads,), dims):
+            shapes = (tuple(self.gate.A_log.shape), tuple(self.gate.dt_bias.shape))
+            if shapes != ((heads,), dims):
                 raise UsageError(
-                    f"{name}: a gate with A_log {list(found[0])}, dt_bias {list(found[1])} "
+                    f"{name}: a gate with A_log {list(shapes[0])}, dt_bias {list(shapes[1])} "
                     f"(expected [{heads}] and {list(dims)}, as the layer is of kind {self.kind!r})"
                 )
 

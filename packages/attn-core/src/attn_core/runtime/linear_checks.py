@@ -48,11 +48,11 @@ def refuse_states(
             f"{name}: a pool for {pool.num_drafts} drafts, {config.name} verifies {drafts}; create "
             f"the StatePool with num_drafts={drafts}"
         )
-    found = (states.k.shape[2], tuple(states.g.shape[2:]))
-    if found != (layer.num_k_heads, layer.g_dims):
+    record_dims = (states.k.shape[2], tuple(states.g.shape[2:]))
+    if record_dims != (layer.num_k_heads, layer.g_dims):
         raise UsageError(
-            f"{name}: records of {found[0]} key heads and decays {list(found[1])} (expected "
-            f"{layer.num_k_heads} and {list(layer.g_dims)})"
+            f"{name}: records of {record_dims[0]} key heads and decays {list(record_dims[1])} "
+            f"(expected {layer.num_k_heads} and {list(layer.g_dims)})"
         )
 
 
@@ -95,10 +95,10 @@ def check_linear(
     ):
         return
     expected = {"q": keys, "k": keys, "v": values, "g": (t, *layer.g_dims), "beta": (t, hv)}
-    found = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if out is not None:
-        expected["out"], found["out"] = values, out
-    for name, x in found.items():
+        expected["out"], tensors["out"] = values, out
+    for name, x in tensors.items():
         if x.shape != expected[name]:
             raise BatchError(
                 f"layer {layer.layer_id}: {name} is {list(x.shape)} (expected "
@@ -118,13 +118,13 @@ def refuse_linear_output(
     dtype = q.dtype if out is None else out.dtype
     fits = isinstance(result, Tensor) and result.shape == shape and result.dtype == dtype
     if not fits or (out is not None and result is not out):
-        found = type(result).__name__
+        returned = type(result).__name__
         if isinstance(result, Tensor):
-            found = "a new tensor" if fits else f"{list(result.shape)} {result.dtype}"
+            returned = "a new tensor" if fits else f"{list(result.shape)} {result.dtype}"
         expected = "the one given as `out`, filled" if fits else f"{list(shape)} {dtype}"
         raise BackendError(
-            f"{config.name} returned {found} for layer {layer.layer_id} (expected {expected}): its "
-            "backend breaks the contract, tell its author"
+            f"{config.name} returned {returned} for layer {layer.layer_id} (expected {expected}): "
+            "its backend breaks the contract, tell its author"
         )
 
 
@@ -137,18 +137,18 @@ def check_plan_values(batch: ForwardBatch, pool: StatePool) -> None:
     reads = batch.state_slots.tolist()
     writes = reads if batch.state_slots_out is None else batch.state_slots_out.tolist()
     checkpoints = [] if batch.checkpoint_slots is None else batch.checkpoint_slots.tolist()
-    beyond = [x for x in (*reads, *writes, *checkpoints) if not -1 <= x < pool.num_slots]
-    if beyond:
-        raise BatchError(f"state slot {beyond[0]} (expected -1 to {pool.num_slots - 1})")
+    out_of_range = [x for x in (*reads, *writes, *checkpoints) if not -1 <= x < pool.num_slots]
+    if out_of_range:
+        raise BatchError(f"state slot {out_of_range[0]} (expected -1 to {pool.num_slots - 1})")
     if any((r < 0) != (w < 0) for r, w in zip(reads, writes, strict=True)):
         raise BatchError(f"state_slots {reads}, state_slots_out {writes}: -1 in one of them alone")
     written = [x for x in (*writes, *checkpoints) if x >= 0]
     if len(set(written)) < len(written):
         raise BatchError(f"state slots {sorted(written)} are written: one of them more than once")
-    own = dict(zip(writes, reads, strict=True))
-    taken = [x for x in reads if x >= 0 and x in set(written) and own.get(x) != x]
-    if taken:
-        raise BatchError(f"state slot {taken[0]} is read by one request and written by another")
+    read_by_write = dict(zip(writes, reads, strict=True))
+    conflicts = [x for x in reads if x >= 0 and x in set(written) and read_by_write.get(x) != x]
+    if conflicts:
+        raise BatchError(f"state slot {conflicts[0]} is read by one request and written by another")
     mask = None if batch.spec is None else batch.spec.tree_mask
     if mask is not None and not bool((mask == mask.tril()).all() & mask.diagonal(0, 1, 2).all()):
         raise BatchError(
@@ -171,9 +171,9 @@ def check_values(k: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer) -> None
         )
     norms = normalised(layer, k).square().sum(-1)
     norms = norms.repeat_interleave(layer.num_v_heads // layer.num_k_heads, 1)
-    most = float((norms * strength).max()) if norms.numel() else 0.0
-    if not most <= 2.02:  # 1 % for the rounding of 16-bit keys
+    largest = float((norms * strength).max()) if norms.numel() else 0.0
+    if not largest <= 2.02:  # 1 % for the rounding of 16-bit keys
         raise BatchError(
-            f"{name}: beta·|k|² up to {most:g} (expected 2 at most): the state would grow without "
-            "limit; normalise the keys, or set qk_norm"
+            f"{name}: beta·|k|² up to {largest:g} (expected 2 at most): the state would grow "
+            "without limit; normalise the keys, or set qk_norm"
         )

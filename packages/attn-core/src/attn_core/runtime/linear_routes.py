@@ -104,8 +104,8 @@ class LinearRoutes:
     def captured(self) -> tuple[LinearAttentionBackend, ...]:
         """The backends whose passes are captured in CUDA graphs: of decode and verify."""
         roles: tuple[Role, ...] = ("linear_decode", "linear_verify")
-        able = [self.routes[role] for role in roles if role in self.routes]
-        return distinct(x for x in able if x.config.row.cuda_graph != "never")
+        backends = [self.routes[role] for role in roles if role in self.routes]
+        return distinct(x for x in backends if x.config.row.cuda_graph != "never")
 
     def captured_slots(self, mode: ForwardMode) -> tuple[str, ...]:
         """Return the fields of a batch with slots that a captured pass of a mode reads."""
@@ -195,13 +195,15 @@ class LinearRoutes:
             dense = q.new_empty(q.shape[0], layer.num_v_heads, layer.head_v_dim)
         result = dense
         for part in parts:
-            some, share = inputs, dense
+            part_inputs, part_out = inputs, dense
             if len(parts) > 1:
                 first, last = part.tokens
-                some = [x[first:last] for x in inputs]
-                share = None if dense is None else dense[first:last]
+                part_inputs = [x[first:last] for x in inputs]
+                part_out = None if dense is None else dense[first:last]
             try:
-                result = part.run(*some, layer, state, part.batch, part.metadata, out=share)
+                result = part.run(
+                    *part_inputs, layer, state, part.batch, part.metadata, out=part_out
+                )
             except AttnError:
                 raise
             except Exception as error:  # a plugin's code: keep its error, name its owner
@@ -209,7 +211,7 @@ class LinearRoutes:
                     part.backend.config, part.run.__name__, error, batch, layer
                 ) from error
             if (part.batch.forward_mode, layer.layer_id) not in self._checked:
-                refuse_linear_output(part.backend.config, result, some[0], layer, share)
+                refuse_linear_output(part.backend.config, result, part_inputs[0], layer, part_out)
                 self._checked.add((part.batch.forward_mode, layer.layer_id))
         if len(parts) > 1:
             result = dense

@@ -67,23 +67,23 @@ def check_ragged(
     _check_queries(q, layer, tokens["q"], out)
     _check_keys(k, v, layer, tokens["k"])
     size = cu_seqlens_q.shape
-    for side, cu, most in (("q", cu_seqlens_q, max_q), ("k", cu_seqlens_k, max_k)):
+    for operand, cu, max_len in (("q", cu_seqlens_q, max_q), ("k", cu_seqlens_k, max_k)):
         if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.is_contiguous():
             raise BatchError(
-                f"cu_seqlens_{side} is {cu.dtype} {list(cu.shape)} of strides {cu.stride()} "
+                f"cu_seqlens_{operand} is {cu.dtype} {list(cu.shape)} of strides {cu.stride()} "
                 "(expected contiguous int32 [B + 1])"
             )
         if cu.shape != size or cu.device != q.device:
             raise BatchError(
-                f"cu_seqlens_{side} is {list(cu.shape)} on {cu.device} (expected {list(size)}, as "
-                f"cu_seqlens_q, on {q.device})"
+                f"cu_seqlens_{operand} is {list(cu.shape)} on {cu.device} (expected {list(size)}, "
+                f"as cu_seqlens_q, on {q.device})"
             )
-        if tokens[side] > (cu.shape[0] - 1) * most:
+        if tokens[operand] > (cu.shape[0] - 1) * max_len:
             raise BatchError(
-                f"{tokens[side]} tokens of {side} in {cu.shape[0] - 1} requests: more than "
-                f"max_{side} {most} each"
+                f"{tokens[operand]} tokens of {operand} in {cu.shape[0] - 1} requests: more than "
+                f"max_{operand} {max_len} each"
             )
-        check_starts(f"cu_seqlens_{side}", cu, tokens[side])
+        check_starts(f"cu_seqlens_{operand}", cu, tokens[operand])
 
 
 def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | None) -> None:

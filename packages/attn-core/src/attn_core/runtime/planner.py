@@ -89,8 +89,8 @@ class Planner:
         backend, metadata = self._planned(batch, route, _EAGER)
         self.trace.count(ROLE_OF_MODE[mode], backend.config.name, size, False)
         if self.shadow is not None and self._of(batch).config.row.absorbed:
-            own = self._by_mode.get(mode) or self._route(mode)
-            metadata = shadowed(self.shadow, own, batch, metadata)
+            chosen = self._by_mode.get(mode) or self._route(mode)
+            metadata = shadowed(self.shadow, chosen, batch, metadata)
         return metadata if not self.linear else HybridMetadata(metadata, self.linear.plan(batch))
 
     @property
@@ -142,8 +142,8 @@ class Planner:
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded requests, as the decode backends define it."""
-        every = distinct(b for role, b in self._every() if role == "decode")
-        return max(b.get_cuda_graph_seq_len_fill_value() for b in every)
+        backends = distinct(b for role, b in self._every() if role == "decode")
+        return max(b.get_cuda_graph_seq_len_fill_value() for b in backends)
 
     def _every(self) -> list[tuple[Role, AttentionBackend]]:
         return [*self.routes.items(), *self.pickers.items()]
@@ -173,12 +173,12 @@ class Planner:
         if backend.config.shared_prefix and ROLE_OF_MODE[batch.forward_mode] != "prefill":
             self._sharing = backend, metadata
 
-    def _call(self, backend: AttentionBackend, method: str, batch: ForwardBatch, *more: Any) -> Any:
+    def _call(self, backend: AttentionBackend, method: str, batch: ForwardBatch, *args: Any) -> Any:
         call = getattr(backend, method)
         if self._ranges:
             call = ranged(f"attn_core {method} {backend.config.name}", call)
         with backend_errors(backend.config, method, batch):
-            return call(batch, *more)
+            return call(batch, *args)
 
     def _linear(self) -> LinearRoutes:
         if self.linear is None:

@@ -138,8 +138,8 @@ def create_routes(
             "%s takes no passes of others: %s", name, failed.get(name, "another rank cannot use it")
         )
     return {
-        role: (first, *(x for x in others if x.config.name not in dropped))
-        for role, (first, *others) in routes.items()
+        role: (first, *(x for x in alternatives if x.config.name not in dropped))
+        for role, (first, *alternatives) in routes.items()
     }
 
 
@@ -177,8 +177,11 @@ def create_linear_routes(
     return routes
 
 
-def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
-    """Return the config of a choice. own: what the pool, the layers and the engine's limits say."""
+def _config(selection: Selection, choice: Choice, **limits: Any) -> BackendConfig:
+    """Return the config of a choice.
+
+    limits: the fields of the config that follow from the pool, the layers and the engine.
+    """
     needs, speculation = selection.requirements, selection.requirements.speculation
     return BackendConfig(
         name=choice.backend,
@@ -189,7 +192,7 @@ def _config(selection: Selection, choice: Choice, **own: Any) -> BackendConfig:
         num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
         deterministic=needs.deterministic,
         shared_prefix=needs.shared_prefix,
-        **own,
+        **limits,
     )
 
 
@@ -198,14 +201,14 @@ def refuse_routes(routes: Sequence[tuple[Role, AttentionBackend]], caches: Cache
 
     Raises UsageError where nobody prefills or decodes.
     """
-    roles, seen = {role for role, _ in routes}, set()
+    roles, checked = {role for role, _ in routes}, set()
     for name in ("prefill", "decode"):
         if name not in roles:
             raise UsageError(f"no backend for {name!r} (routes: {sorted(roles)})")
     for role, backend in routes:
-        if id(backend) not in seen:
+        if id(backend) not in checked:
             refuse_backend(role, backend, caches)
-        seen.add(id(backend))
+        checked.add(id(backend))
 
 
 def refuse_backend(role: Role, backend: AttentionBackend, caches: CachePool) -> None:
@@ -229,8 +232,8 @@ def captured_backends(
     if next(b for role, b in routes if role == "decode").config.row.cuda_graph == "never":
         return ()
     roles: tuple[Role, ...] = ("decode", "verify", "draft")
-    able = (b for role in roles for name, b in routes if name == role)
-    return distinct(b for b in able if b.config.row.cuda_graph != "never")
+    backends = (b for role in roles for name, b in routes if name == role)
+    return distinct(b for b in backends if b.config.row.cuda_graph != "never")
 
 
 def distinct(items: Iterable[_T]) -> tuple[_T, ...]:

@@ -34,18 +34,18 @@ _MEMORY = ("out of memory", "can't allocate memory", "Buffer overflow when alloc
 
 def run_error(
     config: BackendConfig,
-    doing: str,
+    method: str,
     error: Exception,
     batch: ForwardBatch | None = None,
     layer: AttentionLayer | LinearLayer | None = None,
 ) -> BackendRunError:
-    """Return the error for what a backend raised while `doing` (a method's name).
+    """Return the error for an exception that a backend raised in `method`.
 
-    It names the backend, the pass (mode, layer, batch size, tokens), the backend's own message and
-    the remedy: less memory, another process, or other kernels.
+    It names the backend and the pass (mode, layer, batch size, tokens). It repeats the backend's
+    message and says what to do: use less memory, restart the process, or use other kernels.
     """
-    said = f"{type(error).__name__}: {error}"
-    parts = [f"{config.name} failed in {doing}"]
+    message = f"{type(error).__name__}: {error}"
+    parts = [f"{config.name} failed in {method}"]
     if layer is not None:
         parts.append(f"layer {layer.layer_id}")
     if batch is not None:
@@ -53,42 +53,42 @@ def run_error(
         article = "an" if mode[0] in "ei" else "a"
         parts.append(f"{article} {mode} pass of batch size {batch.batch_size}")
         parts.append(f"{batch.num_tokens} tokens")
-    restart = _mentions(said, _STICKY)
+    restart = _mentions(message, _STICKY)
     if restart:
-        remedy = (
+        advice = (
             "the device's context is lost: restart the process; CUDA_LAUNCH_BLOCKING=1 shows the "
             "kernel that it was"
         )
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _mentions(said, _MEMORY):
-        remedy = (
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError) or _mentions(message, _MEMORY):
+        advice = (
             "run a smaller batch (max_bs, max_num_tokens) or give the KV cache fewer pages; the "
             "next pass may be run"
         )
     else:
-        remedy = (
+        advice = (
             "`attn doctor` looks at its libraries, `attn warmup` builds its kernels ahead of time; "
             "or choose another with --attention-backend or --deny; the next pass may be run"
         )
-    return BackendRunError(f"{', '.join(parts)}: {said}; {remedy}", restart=restart)
+    return BackendRunError(f"{', '.join(parts)}: {message}; {advice}", restart=restart)
 
 
-def _mentions(said: str, texts: tuple[str, ...]) -> bool:
-    return any(text in said for text in texts)
+def _mentions(message: str, texts: tuple[str, ...]) -> bool:
+    return any(text in message for text in texts)
 
 
 class backend_errors:  # noqa: N801  # used like a function; a class avoids the cost of contextlib
     """Re-raise a backend's error as run_error describes it; errors of attn-core pass through."""
 
-    __slots__ = ("batch", "config", "doing", "layer")
+    __slots__ = ("batch", "config", "layer", "method")
 
     def __init__(
         self,
         config: BackendConfig,
-        doing: str,
+        method: str,
         batch: ForwardBatch | None = None,
         layer: AttentionLayer | None = None,
     ) -> None:
-        self.config, self.doing, self.batch, self.layer = config, doing, batch, layer
+        self.config, self.method, self.batch, self.layer = config, method, batch, layer
 
     def __enter__(self) -> None:
         """Enter."""
@@ -96,4 +96,4 @@ class backend_errors:  # noqa: N801  # used like a function; a class avoids the 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Name the owner of a plugin's error, and keep it as the cause."""
         if isinstance(error, Exception) and not isinstance(error, AttnError):
-            raise run_error(self.config, self.doing, error, self.batch, self.layer) from error
+            raise run_error(self.config, self.method, error, self.batch, self.layer) from error

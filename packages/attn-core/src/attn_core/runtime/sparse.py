@@ -53,9 +53,9 @@ def select_keys(
             )
         known = batch.known[key] = Known.of(tensors, (k_index, k), slots)
     if slots is not None and k_index is not None:
-        again = cache.launchers.get(known.form)
+        writer = cache.launchers.get(known.form)
         new = (k_index,) if k is None else (k_index, k)
-        if again is None or not again(*new, slots, known.tokens):
+        if writer is None or not writer(*new, slots, known.tokens):
             if k is None:
                 write_index(cache, k_index, slots, known.form)
             else:
@@ -99,10 +99,10 @@ def every_slot(layer: AttentionLayer, batch: ForwardBatch, page_size: int) -> Te
         right=True,
     ).clamp_(max=max(0, batch.batch_size - 1))
     token = torch.arange(batch.num_tokens, device=slots.device)
-    behind = batch.cu_seqlens_q[request + 1] - token  # a query and those after it
+    remaining = batch.cu_seqlens_q[request + 1] - token  # a query and those after it
     position = torch.arange(slots.shape[1], device=slots.device)
-    seen = position <= (view.seq_lens[request] - behind)[:, None]
-    chosen = torch.where(seen, slots[request], -1).int()
+    visible = position <= (view.seq_lens[request] - remaining)[:, None]
+    chosen = torch.where(visible, slots[request], -1).int()
     width = max(_FEWEST, 1 << (max(1, view.max_seq_len) - 1).bit_length())
     return torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]), value=-1)
 
@@ -123,8 +123,8 @@ def gather_pages(
     view, size = batch.views[layer.view], cache.page_size
     gather = _gatherer(topk_indices.device.type) if cache.latent_dim else None
     if gather is not None:
-        of = (view.page_table, view.seq_lens, view.max_seq_len)
-        return gather(cache, *of, topk_indices, dtype)
+        view_args = (view.page_table, view.seq_lens, view.max_seq_len)
+        return gather(cache, *view_args, topk_indices, dtype)
     pages = view.page_table[:, : -(-view.max_seq_len // size)].flatten()
     latents, _ = read_pages(cache, pages, dtype)
     place = torch.empty(cache.num_pages, dtype=torch.int32, device=pages.device)

@@ -71,8 +71,8 @@ def plan_sparse(
         prompts = _sparse_prompts(batch, group.view, chunks, chunks.sparse_threshold)
         if prompts:
             cuts[group] = _cut(batch, prompts, plan)
-    whole = plan(batch)
-    return SparsePrompts(whole, cuts) if cuts else whole
+    dense_plan = plan(batch)
+    return SparsePrompts(dense_plan, cuts) if cuts else dense_plan
 
 
 def _sparse_prompts(
@@ -108,11 +108,11 @@ def _cut(
 ) -> Cut:
     device = batch.positions.device
     queries = batch.cu_seqlens_q.diff()
-    rest = torch.ones(batch.num_tokens, dtype=torch.bool, device=device)
+    dense_tokens = torch.ones(batch.num_tokens, dtype=torch.bool, device=device)
     for prompt in prompts:
         queries[prompt.request] = 0
-        rest[prompt.first : prompt.first + prompt.tokens] = False
-    rows = rest.nonzero().squeeze(1)
+        dense_tokens[prompt.first : prompt.first + prompt.tokens] = False
+    rows = dense_tokens.nonzero().squeeze(1)
     sparse = {prompt.request for prompt in prompts}
     lens = batch.query_lens_host
     dense = replace(
@@ -152,10 +152,10 @@ def attend_sparse(
         out = q.new_empty(q.shape[0], layer.num_q_heads, layer.v_head_dim)
     lse = torch.empty(q.shape[0], layer.num_q_heads, dtype=torch.float32, device=q.device)
     if len(cut.rows):
-        one = backend.forward(
+        output = backend.forward(
             q[cut.rows], None, None, layer, cache, cut.rest, cut.metadata, **options
         )
-        dense, dense_lse = one if isinstance(one, tuple) else (one, None)
+        dense, dense_lse = output if isinstance(output, tuple) else (output, None)
         out[cut.rows] = dense
         if dense_lse is not None:
             lse[cut.rows] = dense_lse

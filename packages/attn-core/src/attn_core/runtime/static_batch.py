@@ -60,13 +60,13 @@ class StaticBatch:
         def static(padding: Tensor) -> Static:
             return Static.of(padding.to(device), requests)
 
-        self._tables, self._rest, views = dict[str, Static](), list[Static](), {}
+        self._tables, self._other_tensors, views = dict[str, Static](), list[Static](), {}
         for name, new in cached_views(config, query_len).items():
             table = create_table(requests, columns[name])
             lengths = static(torch.tensor([self.padded_len], dtype=torch.int32, device="cpu"))
             slots = static(torch.zeros(new, dtype=torch.int64, device="cpu"))
             self._tables[name] = Static(table, table.new_zeros(1, table.shape[1]))
-            self._rest += [lengths, slots] if new else [lengths]
+            self._other_tensors += [lengths, slots] if new else [lengths]
             views[name] = CacheView(
                 page_table=table,
                 seq_lens=lengths.tensor,
@@ -74,7 +74,7 @@ class StaticBatch:
                 max_seq_len=table.shape[1] * config.page_size,
             )
         positions = static(torch.arange(self.padded_len - query_len, self.padded_len, device="cpu"))
-        self._rest.append(positions)
+        self._other_tensors.append(positions)
         spec = None
         if mode is ForwardMode.TARGET_VERIFY:
             spec = SpecInfo(topk=max(config.topk, 1), num_draft_tokens=query_len)
@@ -82,17 +82,17 @@ class StaticBatch:
             chain = static(
                 torch.ones(1, query_len, query_len, dtype=torch.bool, device="cpu").tril()
             )
-            self._rest.append(chain)
+            self._other_tensors.append(chain)
             spec = replace(spec, tree_mask=chain.tensor)
-        of_states: dict[str, Static] = {}
+        slot_statics: dict[str, Static] = {}
         for name in state_slots:
-            none, no = (
+            no_slot, not_fresh = (
                 torch.tensor([-1], dtype=torch.int32, device="cpu"),
                 torch.tensor([False], device="cpu"),
             )
-            of_states[name] = static(no if name == "state_fresh" else none)
-        self._rest += of_states.values()
-        found = {name: x.tensor for name, x in of_states.items()}
+            slot_statics[name] = static(not_fresh if name == "state_fresh" else no_slot)
+        self._other_tensors += slot_statics.values()
+        slot_tensors = {name: x.tensor for name, x in slot_statics.items()}
         self.batch = ForwardBatch(
             forward_mode=mode,
             cu_seqlens_q=torch.arange(requests + 1, dtype=torch.int32, device=device) * query_len,
@@ -100,9 +100,9 @@ class StaticBatch:
             max_q_len=query_len,
             views=views,
             spec=spec,
-            state_slots=found.get("state_slots"),
-            state_slots_out=found.get("state_slots_out"),
-            state_fresh=found.get("state_fresh"),
+            state_slots=slot_tensors.get("state_slots"),
+            state_slots_out=slot_tensors.get("state_slots_out"),
+            state_fresh=slot_tensors.get("state_fresh"),
         )
         self._not_fresh = torch.zeros(requests, dtype=torch.bool, device=device)
         self._inputs = [static(x.new_zeros(query_len, *x.shape[1:], device=device)) for x in inputs]
@@ -123,7 +123,7 @@ class StaticBatch:
         def cut(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[:requests]
 
-        few = replace(
+        batch_part = replace(
             batch,
             cu_seqlens_q=batch.cu_seqlens_q[: requests + 1],
             positions=batch.positions[:tokens],
@@ -133,7 +133,7 @@ class StaticBatch:
             state_slots_out=cut(batch.state_slots_out),
             state_fresh=cut(batch.state_fresh),
         )
-        return few, [x.first(requests) for x in self._inputs]
+        return batch_part, [x.first(requests) for x in self._inputs]
 
     def fill(self, batch: ForwardBatch, inputs: Sequence[Tensor]) -> None:
         """Copy a pass into the first rows, with padding behind them. Never syncs.
@@ -151,20 +151,20 @@ class StaticBatch:
             batch.views[name].page_table[:, : static.tensor.shape[1]]
             for name, static in self._tables.items()
         ]
-        used = (size, *(x.shape[1] for x in tables))
-        if any(now < before for now, before in zip(used, self._used, strict=False)):
-            for static in (*self._tables.values(), *self._rest, *self._inputs):
+        extent = (size, *(x.shape[1] for x in tables))
+        if any(new_size < old_size for new_size, old_size in zip(extent, self._used, strict=False)):
+            for static in (*self._tables.values(), *self._other_tensors, *self._inputs):
                 static.pad()
-        self._used = used
+        self._used = extent
         for static, x in zip(self._tables.values(), tables, strict=True):
             static.tensor[:size, : x.shape[1]].copy_(x, non_blocking=True)
-        together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         new = [*self._tensors(batch), *inputs]
-        for static, x in zip((*self._rest, *self._inputs), new, strict=True):
-            targets, sources = together.setdefault(static.tensor.dtype, ([], []))
+        for static, x in zip((*self._other_tensors, *self._inputs), new, strict=True):
+            targets, sources = by_dtype.setdefault(static.tensor.dtype, ([], []))
             targets.append(static.first(size))
             sources.append(x)
-        for targets, sources in together.values():  # a launch for each dtype
+        for targets, sources in by_dtype.values():  # a launch for each dtype
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def described(self, static: ForwardBatch, batch: ForwardBatch) -> ForwardBatch:
@@ -194,8 +194,8 @@ class StaticBatch:
             drafts = "trees" if has_tree(self.batch) else "chains, without a tree_mask,"
             return f"verification of {drafts} was captured, as it was selected"
         if (batch.state_slots is None) != (self.batch.state_slots is None):
-            absent = batch.state_slots is None
-            return "the batch has no state_slots" if absent else "state_slots are not captured"
+            missing = batch.state_slots is None
+            return "the batch has no state_slots" if missing else "state_slots are not captured"
         if batch.checkpoint_slots is not None:
             return "checkpoint_slots are not captured: a captured pass writes no checkpoints"
         if batch.state_slots_out is not None and self.batch.state_slots_out is None:
@@ -216,19 +216,19 @@ class StaticBatch:
         yield batch.positions
         if batch.spec is not None and batch.spec.tree_mask is not None:
             yield batch.spec.tree_mask
-        slots, fresh = batch.state_slots, batch.state_fresh
+        slots, state_fresh = batch.state_slots, batch.state_fresh
         if slots is not None:
             yield slots
             if self.batch.state_slots_out is not None:
                 yield slots if batch.state_slots_out is None else batch.state_slots_out
-            yield self._not_fresh[: batch.batch_size] if fresh is None else fresh
+            yield self._not_fresh[: batch.batch_size] if state_fresh is None else state_fresh
 
 
 def cached_views(config: BackendConfig, query_len: int) -> dict[str, int]:
     """Return the views of the layers with a cache → the slots that each request writes."""
     cached = [x for x in config.layers if x.is_causal or x.is_cross]
-    own = {x.view for x in cached if not x.is_cross}
-    return {x.view: query_len if x.view in own else 0 for x in cached}
+    cached_names = {x.view for x in cached if not x.is_cross}
+    return {x.view: query_len if x.view in cached_names else 0 for x in cached}
 
 
 def has_tree(batch: ForwardBatch) -> bool:

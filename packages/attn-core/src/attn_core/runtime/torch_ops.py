@@ -33,21 +33,21 @@ class Attends(Protocol):
 
 _NUMBERS = itertools.count(1)
 # A graph holds a number alone: it may outlive what it was compiled for.
-_KNOWN: weakref.WeakValueDictionary[int, Attends] = weakref.WeakValueDictionary()
+_RUNNERS: weakref.WeakValueDictionary[int, Attends] = weakref.WeakValueDictionary()
 
 
 def numbered(runner: Attends) -> int:
     """Return the number by which attn_core::attention finds `runner`, as long as that lives."""
     number = next(_NUMBERS)
-    _KNOWN[number] = runner
+    _RUNNERS[number] = runner
     return number
 
 
-def _known(runner: int) -> Any:
-    known = _KNOWN.get(runner)
-    if known is None:
+def _runner(runner: int) -> Any:
+    attends = _RUNNERS.get(runner)
+    if attends is None:
         raise UsageError("a compiled model attends in a pool that is gone; compile the model again")
-    return known
+    return attends
 
 
 # The tensors of a pass are its plan's, not arguments: inductor's CUDA graphs would keep the first
@@ -64,7 +64,7 @@ def write_kv(k: Tensor, v: Tensor | None, runner: int, layer_id: int) -> Tensor:
     it, so that the two keep their order and neither is left out. Raises UsageError where the
     runner is gone.
     """
-    _known(runner).write(k, v, layer_id)
+    _runner(runner).write(k, v, layer_id)
     return k.new_empty(0)
 
 
@@ -89,7 +89,7 @@ def attention(
     written: what write_kv returned, or None if it was not called.
     Raises UsageError if the runner no longer exists.
     """
-    _known(runner).attend_into(out, q, k, v, layer_id)
+    _runner(runner).attend_into(out, q, k, v, layer_id)
 
 
 @attention.register_fake

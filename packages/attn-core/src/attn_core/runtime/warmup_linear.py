@@ -81,13 +81,13 @@ def linear_passes(
     Requests that start from zeros and those that do not have kernels of their own. So have prompts
     with checkpoints, where the row writes any, and prompts that are several, or many.
     """
-    modes, most = ForwardMode, max(2, max_bs)
-    for size in sorted({most, *(n for n in _BATCHES if n <= most)}):
-        prompts, what = (*_PROMPTS, *(1,) * (size - 2)), f"linear prefill, batch size {size}"
-        yield _pass(linear, what, modes.EXTEND, prompts)
+    modes, max_size = ForwardMode, max(2, max_bs)
+    for size in sorted({max_size, *(n for n in _BATCHES if n <= max_size)}):
+        prompts, label = (*_PROMPTS, *(1,) * (size - 2)), f"linear prefill, batch size {size}"
+        yield _pass(linear, label, modes.EXTEND, prompts)
         if linear.backend(modes.EXTEND).config.row.checkpoints:
-            what = f"linear prefill with checkpoints, batch size {size}"
-            yield _pass(linear, what, modes.EXTEND, prompts, checkpoints=True)
+            label = f"linear prefill with checkpoints, batch size {size}"
+            yield _pass(linear, label, modes.EXTEND, prompts, checkpoints=True)
     for size in sorted({1, max_bs}):
         yield _pass(linear, f"linear decode, batch size {size}", modes.DECODE, (1,) * size)
     if "linear_verify" in linear.routes:
@@ -97,13 +97,13 @@ def linear_passes(
         if topk > 1:
             tree = torch.ones(1, n, n, dtype=torch.bool, device=config.device).tril()
         spec = SpecInfo(topk=topk, num_draft_tokens=n, tree_mask=tree)
-        what = f"linear verify and commit, {n} drafts"
-        yield _pass(linear, what, modes.TARGET_VERIFY, (n,), spec)
+        label = f"linear verify and commit, {n} drafts"
+        yield _pass(linear, label, modes.TARGET_VERIFY, (n,), spec)
 
 
 def _pass(
     linear: LinearRoutes,
-    what: str,
+    label: str,
     mode: ForwardMode,
     query_lens: Sequence[int],
     spec: SpecInfo | None = None,
@@ -133,7 +133,7 @@ def _pass(
             if spec is not None:
                 linear.commit(batch, parts, no_slots(requests, device))
 
-    return backend.config.name, what, run
+    return backend.config.name, label, run
 
 
 def _zeros(
@@ -141,12 +141,12 @@ def _zeros(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return q, k, v, g and beta."""
 
-    def zeros(*dims: int, of: torch.dtype = TORCH_DTYPES[dtype]) -> Tensor:
-        return torch.zeros(tokens, *dims, dtype=of, device=device)
+    def zeros(*dims: int, torch_dtype: torch.dtype = TORCH_DTYPES[dtype]) -> Tensor:
+        return torch.zeros(tokens, *dims, dtype=torch_dtype, device=device)
 
     gates = TORCH_DTYPES["fp32" if layer.gate is None else dtype]
     keys, hv = (layer.num_k_heads, layer.head_k_dim), layer.num_v_heads
-    g, beta = zeros(*layer.g_dims, of=gates), zeros(hv, of=gates)
+    g, beta = zeros(*layer.g_dims, torch_dtype=gates), zeros(hv, torch_dtype=gates)
     return zeros(*keys), zeros(*keys), zeros(hv, layer.head_v_dim), g, beta
 
 

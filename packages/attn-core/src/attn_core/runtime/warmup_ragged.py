@@ -24,15 +24,15 @@ def ragged_passes(
     config = dispatcher.routes[role].config
     for layer in distinct(config.layers):
         if not (layer.is_causal or layer.is_cross):
-            what = "vision" if role == "encode" else "encoder"
-            yield config.name, what, _without_cache(dispatcher, role, layer, causal=False)
+            label = "vision" if role == "encode" else "encoder"
+            yield config.name, label, _without_cache(dispatcher, role, layer, causal=False)
         elif config.row.chunked_prefix:
             d, dv = _MLA_RAGGED
             heads = layer.num_q_heads
-            wide = replace(layer, num_kv_heads=heads, head_dim=d, v_head_dim=dv)
-            run = _without_cache(dispatcher, role, wide, causal=True, lse=True)
+            ragged_layer = replace(layer, num_kv_heads=heads, head_dim=d, v_head_dim=dv)
+            run = _without_cache(dispatcher, role, ragged_layer, causal=True, lse=True)
             yield config.name, "ragged prefill", run
-            run = _without_cache(dispatcher, role, wide, causal=False, lse=True)
+            run = _without_cache(dispatcher, role, ragged_layer, causal=False, lse=True)
             yield config.name, "chunk of a prefix", run
 
 
@@ -50,13 +50,13 @@ def _without_cache(
 
     def run_at(extra: int) -> None:
         config = dispatcher.routes[role].config
-        of = config.dtype, config.device
+        options = config.dtype, config.device
         ends = torch.tensor([0, 17, 50], dtype=torch.int32, device=config.device)
         key_ends = torch.tensor([0, 17, 50 + extra], dtype=torch.int32, device=config.device)
         dispatcher.forward_ragged(
-            zeros(50, *of, layer.num_q_heads, layer.head_dim),
-            zeros(50 + extra, *of, layer.num_kv_heads, layer.head_dim),
-            zeros(50 + extra, *of, layer.num_kv_heads, layer.v_head_dim),
+            zeros(50, *options, layer.num_q_heads, layer.head_dim),
+            zeros(50 + extra, *options, layer.num_kv_heads, layer.head_dim),
+            zeros(50 + extra, *options, layer.num_kv_heads, layer.v_head_dim),
             layer,
             ends,
             key_ends,

@@ -26,10 +26,10 @@ def runs_today(s: RowJudge, chosen: Selection, solve: Solve) -> dict[Role, str |
     if not declared:
         return {}
     try:
-        today = solve(replace(s, simulated=False, overrides=_implemented(s)))
+        implemented = solve(replace(s, simulated=False, overrides=_implemented(s)))
     except AttnError:
         return dict.fromkeys(declared)
-    return {role: today.backend(role) for role in declared}
+    return {role: implemented.backend(role) for role in declared}
 
 
 def _creator(s: RowJudge, role: Role, choice: Choice) -> str | None:
@@ -82,8 +82,8 @@ def _reference(s: RowJudge, chosen: Selection, solve: Solve, phase: Phase) -> st
     }
     helping = []
     for fix in sorted(fixes, key=lambda c: (c.cost, c.text))[:TRIES]:
-        after = _solved(s, fix, solve)
-        if after is not None and _references(s, after) <= slow - {phase}:
+        solved = _solved(s, fix, solve)
+        if solved is not None and _references(s, solved) <= slow - {phase}:
             helping.append(fix)
         if len(helping) == SHOWN or (helping and helping[0].cost < fix.cost):
             break
@@ -100,19 +100,19 @@ def _float32(s: RowJudge, chosen: Selection, solve: Solve) -> str:
     if s.needs.dtype != "fp32" or "prefill" not in chosen.roles:
         return ""
     fix = Fix("requirements", (("dtype", "bf16"),), 0, "--dtype bf16")
-    after = _solved(s, fix, solve)
-    if after is None:
+    solved = _solved(s, fix, solve)
+    if solved is None:
         return ""
     gains = []
     if chosen.kv_cache_dtype == "fp32":
         gains.append("halves the cache")
-    serving = [(x.backend("prefill"), x.backend("decode")) for x in (chosen, after)]
+    serving = [(x.backend("prefill"), x.backend("decode")) for x in (chosen, solved)]
     if serving[0] != serving[1]:
         gains.append("runs prefill on {} and decode on {}".format(*serving[1]))
-    what = "the model is float32, and so is its KV cache"
+    subject = "the model is float32, and so is its KV cache"
     if chosen.kv_cache_dtype != "fp32":
-        what = "the model is float32"
-    return f"{what}: {fix.text} {' and '.join(gains)}" if gains else ""
+        subject = "the model is float32"
+    return f"{subject}: {fix.text} {' and '.join(gains)}" if gains else ""
 
 
 def _solved(s: RowJudge, fix: Fix, solve: Solve) -> Selection | None:

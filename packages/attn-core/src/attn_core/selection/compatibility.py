@@ -38,8 +38,8 @@ def mismatches(
         phases = listing(p.value for p in row.phases)
         gaps.append(Mismatch("phase", f"phase {phase.value}", f"supports {phases}"))
     if needs.dtype not in row.dtypes:
-        options = [_set(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)]
-        gaps.append(_no("dtype", needs.dtype, listing(row.dtypes), options))
+        options = [_fix(f"--dtype {d}", FixCost.DTYPE, dtype=d) for d in sorted(row.dtypes)]
+        gaps.append(_gap("dtype", needs.dtype, listing(row.dtypes), options))
     target: Target = "vision" if phase is Phase.ENCODE else row.family
     for layer in _layers(row, needs, phase):
         gaps.extend(x for x in layer_gaps(row, layer, target) if x not in gaps)
@@ -62,26 +62,26 @@ def _family_gap(family: Family, row: Capabilities) -> Mismatch:
     return Mismatch(family, f"{family} attention", f"the model has no {family} layers", (fix,))
 
 
-def _set(text: str, cost: int, **values: Any) -> Fix:
+def _fix(text: str, cost: int, **values: Any) -> Fix:
     return Fix("requirements", tuple(values.items()), cost, text)
 
 
-def _no(need: str, asked: object, supported: str, fixes: Iterable[Fix] = ()) -> Mismatch:
-    possible = f"supports {supported}" if supported else "not supported"
-    return Mismatch(need, f"{need} {asked}", possible, tuple(fixes))
+def _gap(need: str, requested: object, supported: str, fixes: Iterable[Fix] = ()) -> Mismatch:
+    supports = f"supports {supported}" if supported else "not supported"
+    return Mismatch(need, f"{need} {requested}", supports, tuple(fixes))
 
 
 def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
-    here = row.device in ("any", device.type)
-    if not here or (row.archs and device.arch not in row.archs):
+    type_fits = row.device in ("any", device.type)
+    if not type_fits or (row.archs and device.arch not in row.archs):
         kind = device.type if row.device == "any" else row.device
-        named = sorted(row.archs, key=lambda a: (len(a), a))
-        cost = FixCost.MACHINE if here else FixCost.MACHINE + 1
+        archs = sorted(row.archs, key=lambda a: (len(a), a))
+        cost = FixCost.MACHINE if type_fits else FixCost.MACHINE + 1
         moves = [
             Fix("device", (("type", kind), ("arch", arch)), cost, f"--device {Device(kind, arch)}")
-            for arch in named or (None,)
+            for arch in archs or (None,)
         ]
-        if not here and device.runtime is not None:  # a version of another library
+        if not type_fits and device.runtime is not None:  # a version of another library
             moves += [
                 Fix(
                     "device",
@@ -91,7 +91,7 @@ def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
                 )
                 for move in moves
             ]
-        yield _no("device", device, places([row]), moves)
+        yield _gap("device", device, places([row]), moves)
     elif row.min_runtime and device.runtime and Version(device.runtime) < Version(row.min_runtime):
         newer = Fix(
             "device",
@@ -99,13 +99,13 @@ def _device_gaps(row: Capabilities, device: Device) -> Iterator[Mismatch]:
             FixCost.RUNTIME,
             f"a runtime of {row.min_runtime} or newer (--runtime-version {row.min_runtime})",
         )
-        yield _no("runtime", device.runtime, f">= {row.min_runtime}", [newer])
+        yield _gap("runtime", device.runtime, f">= {row.min_runtime}", [newer])
 
 
 def _library_gaps(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]:
     for group in row.requires:
-        there = shortfall(group, libraries)
-        if there is not None:
+        missing = shortfall(group, libraries)
+        if missing is not None:
             installs = [
                 Fix(
                     "libraries",
@@ -115,7 +115,7 @@ def _library_gaps(row: Capabilities, libraries: Libraries) -> Iterator[Mismatch]
                 )
                 for w in alternatives(group)
             ]
-            yield Mismatch("library", there, f"needs {group}", tuple(installs))
+            yield Mismatch("library", missing, f"needs {group}", tuple(installs))
 
 
 def _layers(row: Capabilities, needs: Requirements, phase: Phase) -> tuple[LayerRequirements, ...]:
@@ -127,7 +127,7 @@ def _layers(row: Capabilities, needs: Requirements, phase: Phase) -> tuple[Layer
     return tuple(x for x in needs.softmax_layers if phase is Phase.PREFILL or not x.encoder)
 
 
-def _model(target: Target, text: str, **values: Any) -> Fix:
+def _model_fix(target: Target, text: str, **values: Any) -> Fix:
     cost = FixCost.KIND if "kind" in values else FixCost.MODEL
     return Fix(target, tuple(values.items()), cost, f"a model {text}")
 
@@ -136,24 +136,24 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
     """List what `row` lacks for one layer; the fixes are applied to the layers of `target`."""
     if layer.kind != row.kind:
         unknown = dict.fromkeys(("head_dim", "v_head_dim", "num_q_heads", "num_kv_heads"))
-        other = _model(target, f"with {row.kind} layers", kind=row.kind, **unknown)
-        yield _no("kind", layer.kind, row.kind, [other])
+        kind_fix = _model_fix(target, f"with {row.kind} layers", kind=row.kind, **unknown)
+        yield _gap("kind", layer.kind, row.kind, [kind_fix])
         return
     yield from _head_dim_gaps(row, layer, target)
     hq, hkv = layer.num_q_heads, layer.num_kv_heads
     if hq is not None and row.q_heads and hq not in row.q_heads:
         options = [
-            _model(target, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
+            _model_fix(target, f"with {h} query heads", num_q_heads=h, num_kv_heads=None)
             for h in sorted(row.q_heads)
         ]
-        yield _no("num_q_heads", hq, listing(row.q_heads), options)
+        yield _gap("num_q_heads", hq, listing(row.q_heads), options)
     if hq and hkv and row.group_sizes and hq // hkv not in row.group_sizes:
         options = [
-            _model(target, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
+            _model_fix(target, f"with {g} query heads per KV head", num_q_heads=g, num_kv_heads=1)
             for g in sorted(row.group_sizes)
         ]
-        yield _no("group_size", hq // hkv, listing(row.group_sizes), options)
-    for name, able, without in (
+        yield _gap("group_size", hq // hkv, listing(row.group_sizes), options)
+    for name, supported, without in (
         ("sliding_window", row.sliding_window, None),
         ("logit_cap", row.logit_cap, None),
         ("sinks", row.sinks, False),
@@ -161,10 +161,10 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
         ("encoder", row.encoder, False),
     ):
         value = getattr(layer, name)
-        if value and not able:
-            said = "" if value is True else f" {value:g}"
-            fix = _model(target, f"without {name}", **{name: without})
-            yield Mismatch(name, f"{name}{said}", "not supported", (fix,))
+        if value and not supported:
+            text = "" if value is True else f" {value:g}"
+            fix = _model_fix(target, f"without {name}", **{name: without})
+            yield Mismatch(name, f"{name}{text}", "not supported", (fix,))
     yield from chunk_layer_gaps(row, layer, target)
 
 
@@ -182,20 +182,21 @@ def _head_dim_gaps(
         fits = (d, dv) in pairs
     if fits:
         return
-    possible = listing(row.head_dims) or "equal dims"
+    supported = listing(row.head_dims) or "equal dims"
     options = [
-        _model(target, f"with head_dim {x}", head_dim=x, v_head_dim=x)
+        _model_fix(target, f"with head_dim {x}", head_dim=x, v_head_dim=x)
         for x in sorted(row.head_dims, key=lambda x: abs(x - d))
     ]
     if not row.head_dims:
-        options = [_model(target, f"with v_head_dim {d}", head_dim=d, v_head_dim=d)]
+        options = [_model_fix(target, f"with v_head_dim {d}", head_dim=d, v_head_dim=d)]
     if pairs and pairs != "any":
-        some = sorted(pairs)
-        possible += ", " + (listing(some) if len(some) < 6 else f"{some[0]} … {some[-1]}")
+        listed = sorted(pairs)
+        supported += ", " + (listing(listed) if len(listed) < 6 else f"{listed[0]} … {listed[-1]}")
         options += [
-            _model(target, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y) for x, y in some[:6]
+            _model_fix(target, f"with head_dim {x}/{y}", head_dim=x, v_head_dim=y)
+            for x, y in listed[:6]
         ]
-    yield _no("head_dim", d if d == dv else f"{d}/{dv}", possible, options)
+    yield _gap("head_dim", d if d == dv else f"{d}/{dv}", supported, options)
 
 
 def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
@@ -208,22 +209,22 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         )
         if needs.dtype in row.kv_dtypes or needs.dtype not in row.dtypes:
             options.append("auto")  # it follows the dtype, which has to change where it is refused
-        alike = {
+        costs = {
             d: FixCost.FLAG if d[:3] == store[:3] else FixCost.FLAG + 1 for d in options
         }  # FP8 stays FP8
         fixes = [
-            _set(f"--kv-cache-dtype {d}", alike[d], kv_cache_dtype=d)
-            for d in sorted(options, key=alike.__getitem__)
+            _fix(f"--kv-cache-dtype {d}", costs[d], kv_cache_dtype=d)
+            for d in sorted(options, key=costs.__getitem__)
             if d != needs.kv_cache_dtype
         ]
         if needs.dtype in row.dtypes:
             fixes += [
-                _set(f"--dtype {d}", FixCost.DTYPE, dtype=d)
+                _fix(f"--dtype {d}", FixCost.DTYPE, dtype=d)
                 for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
             ]
-        asked = f"{store} of a {needs.dtype} model" if mixed else store
-        possible = options if mixed else sorted(row.kv_dtypes)
-        yield _no("kv_cache_dtype", asked, ", ".join(possible), fixes)
+        requested = f"{store} of a {needs.dtype} model" if mixed else store
+        supported = options if mixed else sorted(row.kv_dtypes)
+        yield _gap("kv_cache_dtype", requested, ", ".join(supported), fixes)
     page = needs.page_size
     if page is not None and not takes_page(row, page):
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""
@@ -231,9 +232,9 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
             sizes = f"{sizes}, " * bool(sizes) + f"at most {row.max_page_size}"
         sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
         # the selection puts the page that it would choose in the place of None
-        yield _no("page_size", page, sizes, [_set("no --page-size", FixCost.FLAG, page_size=None)])
+        yield _gap("page_size", page, sizes, [_fix("no --page-size", FixCost.FLAG, page_size=None)])
     if row.requires_finite_padding and not needs.finite_padding:
-        fix = _set("a cache whose memory stays", FixCost.FEATURE, finite_padding=True)
+        fix = _fix("a cache whose memory stays", FixCost.FEATURE, finite_padding=True)
         need = "unused pages that may hold NaN"
         yield Mismatch("finite_padding", need, "finite numbers are required", (fix,))
     yield from chunk_page_gaps(row, needs)
@@ -246,37 +247,37 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
             FixCost.MODEL if linear else FixCost.KIND,
             "a model without linear layers" if linear else "a model with gdn layers",
         )
-        asked = "full attention beside linear layers" if linear else "full attention alone"
-        yield Mismatch("with_linear_layers", asked, "not supported", (fix,))
+        requested = "full attention beside linear layers" if linear else "full attention alone"
+        yield Mismatch("with_linear_layers", requested, "not supported", (fix,))
 
 
 def _flag_gaps(
     row: Capabilities, needs: Requirements, phase: Phase, speculates: bool
 ) -> Iterator[Mismatch]:
     if needs.lse and not row.lse:
-        yield _no("lse", "asked", "", [_set("no log-sum-exp output", FixCost.FEATURE, lse=False)])
+        yield _gap("lse", "asked", "", [_fix("no log-sum-exp output", FixCost.FEATURE, lse=False)])
     if needs.deterministic and not row.deterministic:
-        fix = _set("no determinism", FixCost.FEATURE, deterministic=False)
-        yield _no("deterministic", "asked", "", [fix])
+        fix = _fix("no determinism", FixCost.FEATURE, deterministic=False)
+        yield _gap("deterministic", "asked", "", [fix])
     if needs.shared_prefix and not row.shared_prefix and (speculates or phase is Phase.DECODE):
-        fix = _set("every request on its own", FixCost.FEATURE, shared_prefix=False)
-        yield _no("shared_prefix", "asked", "", [fix])
+        fix = _fix("every request on its own", FixCost.FEATURE, shared_prefix=False)
+        yield _gap("shared_prefix", "asked", "", [fix])
     # verify and draft extend are captured as a whole, prefill never
     short = row.cuda_graph in (("never", "decode") if speculates else ("never",))
     if needs.graphs and short and (speculates or phase is Phase.DECODE):
-        asked, possible = ("uniform", row.cuda_graph) if speculates else ("asked", "")
+        requested, supported = ("uniform", row.cuda_graph) if speculates else ("asked", "")
         spec = needs.speculation if speculates else None
         options = [] if spec is None else _verified_elsewhere(spec)
-        without = _set("no CUDA graphs", FixCost.FEATURE, graphs=False)
-        yield _no("cuda_graph", asked, possible, [without, *options])
+        without = _fix("no CUDA graphs", FixCost.FEATURE, graphs=False)
+        yield _gap("cuda_graph", requested, supported, [without, *options])
 
 
 def _verified_elsewhere(spec: Speculation) -> list[Fix]:
     """List the fixes after which the backend of this phase verifies no drafts."""
     mode: VerifyMode = "decode" if spec.mode == "prefill" else "prefill"
     text = f"--speculative-attention-mode {mode}"
-    none = _set("no speculation", FixCost.FEATURE + 1, speculation=None)
-    return [none, Fix("speculation", (("mode", mode),), FixCost.FLAG + 1, text)]
+    without = _fix("no speculation", FixCost.FEATURE + 1, speculation=None)
+    return [without, Fix("speculation", (("mode", mode),), FixCost.FLAG + 1, text)]
 
 
 def _speculation_gaps(
@@ -296,5 +297,5 @@ def _speculation_gaps(
     if limit >= 1:
         text = f"--speculative-eagle-topk {limit}"
         options.insert(0, Fix("speculation", (("topk", limit),), FixCost.FEATURE, text))
-    possible = f"topk up to {limit}" if limit else "no speculation"
-    yield _no("speculative topk", spec.topk, possible, options)
+    supported = f"topk up to {limit}" if limit else "no speculation"
+    yield _gap("speculative topk", spec.topk, supported, options)

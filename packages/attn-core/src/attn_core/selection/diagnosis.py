@@ -74,10 +74,10 @@ def why_not(
     Raises UnknownBackendError.
     """
     spec = registry.get(backend, family)
-    here = SelectionInputs(requirements, device, libraries, overrides or Overrides(), simulated)
+    inputs = SelectionInputs(requirements, device, libraries, overrides or Overrides(), simulated)
     failure = ""
     try:
-        decision = here.select(registry)
+        decision = inputs.select(registry)
     except NoBackendError as error:
         decision, failure = error.selection, str(error)
     roles = () if failure else _roles(decision, spec)  # half a decision gives nobody a role
@@ -89,73 +89,85 @@ def why_not(
     pair = (("pair", c) for c in decision.conflicts if spec.name in c)
     reasons = tuple(dict.fromkeys((*reasons, *pair)))
     module = registry.origins[(spec.family, spec.name)].module
-    said: tuple[str, ...] = () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
+    spec_notes: tuple[str, ...] = (
+        () if spec.implemented else (f"{spec.name} is not implemented in 0.1",)
+    )
 
-    def answer(naming: str, fixes: tuple[Fix, ...] | None, after: SelectionInputs | None) -> WhyNot:
-        fits, notes = fixes == (), said
-        if after is not None:
-            layers = after.requirements.layers
+    def answer(naming: str, fixes: tuple[Fix, ...] | None, fixed: SelectionInputs | None) -> WhyNot:
+        fits, notes = fixes == (), spec_notes
+        if fixed is not None:
+            layers = fixed.requirements.layers
             kinds = dict.fromkeys(x.kind for x in layers if x.family == family)
-            notes += tuple(proved(module, spec.name, kind, str(after.device)) for kind in kinds)
+            notes += tuple(proved(module, spec.name, kind, str(fixed.device)) for kind in kinds)
         return WhyNot(
-            spec.name, family, fits, roles, reasons, naming, fixes, after, decision, notes
+            spec.name, family, fits, roles, reasons, naming, fixes, fixed, decision, notes
         )
 
     if roles and not (family == "softmax" and len(set(roles) & {"prefill", "decode"}) == 1):
-        return answer("", (), here)
+        return answer("", (), inputs)
     encodes = all(row.phases == {Phase.ENCODE} for row in spec.capabilities)
     vision_only = encodes or backend != spec.name
     torch = None if simulated else torch_build().get("version")
-    search = Search(spec, registry, apply or here.apply, torch)
-    result = search.run(_goals(spec.name, here, family, roles, vision_only))
+    search = Search(spec, registry, apply or inputs.apply, torch)
+    result = search.run(_goals(spec.name, inputs, family, roles, vision_only))
     if result is None:
         if not reasons:  # it fits alone: what fails is another role
             reasons = (("", failure or f"no fix gives {spec.name} a role"),)
         return answer("", () if roles else None, None)
-    fixes, after = result
+    fixes, fixed = result
     flags = {_flag(f.name) for f in fields(Overrides) if f.name.endswith("backend")}
     naming = next((c for c in fixes if c.text.partition(" ")[0] in flags), None)
-    rest = tuple(c for c in fixes if c is not naming)
-    return answer(naming.text if naming else "", rest, after)
+    remaining = tuple(c for c in fixes if c is not naming)
+    return answer(naming.text if naming else "", remaining, fixed)
 
 
 def _roles(selection: Selection, spec: BackendSpec) -> tuple[str, ...]:
     """Return the roles of a backend, each as `--json` spells it within its family."""
-    served = (p for p in Phase if selection.backend(role_of(spec.family, p)) == spec.name)
-    return tuple("multimodal" if p is Phase.ENCODE else p.value for p in served)
+    phases = (p for p in Phase if selection.backend(role_of(spec.family, p)) == spec.name)
+    return tuple("multimodal" if p is Phase.ENCODE else p.value for p in phases)
 
 
 def _goals(
-    name: str, here: SelectionInputs, family: Family, roles: tuple[str, ...], vision_only: bool
+    name: str, inputs: SelectionInputs, family: Family, roles: tuple[str, ...], vision_only: bool
 ) -> Iterator[Goal]:
     """Yield the ways to give a backend a role that it has not, with and without a flag for it."""
-    o = here.overrides
+    o = inputs.overrides
 
-    def goals(phases: tuple[Phase, ...], field: str, others: tuple[str, ...], cost: int) -> Any:
-        """Name it by `field`; `others` would still name another backend for one of the phases."""
-        drops = tuple(drop(f, getattr(o, f)) for f in others if getattr(o, f) not in (None, name))
+    def goals(
+        phases: tuple[Phase, ...], field: str, other_fields: tuple[str, ...], cost: int
+    ) -> Any:
+        """Name the backend by `field`.
+
+        other_fields: those that would still name another backend for one of the phases.
+        """
+        drops = tuple(
+            drop(f, getattr(o, f)) for f in other_fields if getattr(o, f) not in (None, name)
+        )
         if not drops and all(o.flag(family, p)[1] in (None, name) for p in phases):
             yield Goal(phases, (), cost)
-        named = Fix("overrides", ((field, name),), FixCost.NAME, f"{_flag(field)} {name}")
-        yield Goal(phases, (*drops, named), cost)
+        naming = Fix("overrides", ((field, name),), FixCost.NAME, f"{_flag(field)} {name}")
+        yield Goal(phases, (*drops, naming), cost)
 
     text = {Phase.PREFILL, Phase.DECODE} if not vision_only else set()
     linear = "linear_attn_" if family == "linear" else ""
     base = f"{linear}backend" if linear else "attention_backend"
-    own = {
+    phase_fields = {
         phase: f"{linear}{phase.value}_backend" if linear else f"{phase.value}_attention_backend"
         for phase in (Phase.PREFILL, Phase.DECODE)
     }
     if text and not set(roles) & {"prefill", "decode"}:
-        yield from goals(tuple(own), base, tuple(own.values()), 0)
-    for phase, field in own.items():
+        yield from goals(tuple(phase_fields), base, tuple(phase_fields.values()), 0)
+    for phase, field in phase_fields.items():
         if not text or phase.value in roles:
             continue
-        other = next(f for f in own.values() if f != field)
+        other_field = next(f for f in phase_fields.values() if f != field)
         # another backend is named for the other phase: then the question is about this one
-        other_named = getattr(o, other) not in (None, name) and getattr(o, field) in (None, name)
+        other_named = getattr(o, other_field) not in (None, name) and getattr(o, field) in (
+            None,
+            name,
+        )
         yield from goals((phase,), field, (), 0 if other_named else 1)
-    if family == "softmax" and (vision_only or here.requirements.vision is not None):
+    if family == "softmax" and (vision_only or inputs.requirements.vision is not None):
         # last for a backend of text: the question is about text
         cost = 0 if vision_only else 3
         yield from goals((Phase.ENCODE,), "mm_attention_backend", (), cost)

@@ -21,8 +21,8 @@ def chunk_layer_gaps(
     if chunks is not None and row.dual_chunk is False:
         yield Mismatch("dual_chunk", f"dual_chunk {chunks}", "not supported", (_without(target),))
     elif chunks is not None and chunks.sparse_threshold is not None and not row.sparse_prefill:
-        asked = f"sparse prompts of more than {chunks.sparse_threshold} tokens"
-        yield Mismatch("sparse_prefill", asked, "not supported", (_dense(chunks, target),))
+        requested = f"sparse prompts of more than {chunks.sparse_threshold} tokens"
+        yield Mismatch("sparse_prefill", requested, "not supported", (_dense(chunks, target),))
     elif chunks is None and row.dual_chunk:
         yield Mismatch("dual_chunk", "no dual_chunk", "supports layers of dual chunk attention")
 
@@ -32,14 +32,14 @@ def chunk_page_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch
     limit, page = page_limit(needs), needs.page_size
     if page is not None and limit % page:
         free = Fix("requirements", (("page_size", None),), FixCost.FLAG, "no --page-size")
-        possible = f"divides the {limit} tokens of a chunk"
+        supported = f"divides the {limit} tokens of a chunk"
         yield Mismatch(
-            "page_size", f"page_size {page}", f"expected a size that {possible}", (free,)
+            "page_size", f"page_size {page}", f"expected a size that {supported}", (free,)
         )
     elif page is None and row.page_sizes and all(limit % p for p in row.page_sizes):
-        asked = f"pages that divide a chunk of {limit} tokens"
+        requested = f"pages that divide a chunk of {limit} tokens"
         sizes = f"supports {listing(row.page_sizes)} and multiples"
-        yield Mismatch("page_size", asked, sizes, (_without(row.family),))
+        yield Mismatch("page_size", requested, sizes, (_without(row.family),))
 
 
 def most_drafts(needs: Requirements, topk: int) -> int:
@@ -52,8 +52,8 @@ def most_drafts(needs: Requirements, topk: int) -> int:
 
 def _dense(chunks: DualChunk, target: Target) -> Fix:
     dense = replace(chunks, sparse_threshold=None)
-    words = "dual_chunk_attention_config.sparse_attention_enabled false"
-    return Fix(target, (("dual_chunk", dense),), FixCost.MODEL, words)
+    text = "dual_chunk_attention_config.sparse_attention_enabled false"
+    return Fix(target, (("dual_chunk", dense),), FixCost.MODEL, text)
 
 
 def _without(target: Target) -> Fix:

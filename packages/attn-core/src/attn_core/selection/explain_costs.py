@@ -19,12 +19,12 @@ def explain_costs(selection: Selection) -> str:
             f"{100 * cost.covered:.0f} % of the phase's requests are in measured passes{shape}"
         )
         for part in cost.parts:
-            one = part.estimate
-            bounds = f"{micros(one.low)} to {micros(one.high)}"
-            near = "" if one.measured else ", of one like it"
+            estimate = part.estimate
+            bounds = f"{micros(estimate.low)} to {micros(estimate.high)}"
+            likeness = "" if estimate.measured else ", of one like it"
             lines.append(
-                f"           {part.size!s:<36} {part.weight:9.3f} x {micros(one.us)} "
-                f"({bounds}{near})"
+                f"           {part.size!s:<36} {part.weight:9.3f} x {micros(estimate.us)} "
+                f"({bounds}{likeness})"
             )
     if len(lines) == 1:
         return "costs: nothing that fits was measured, so priorities decide; `attn tune` measures"

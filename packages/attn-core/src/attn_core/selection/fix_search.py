@@ -60,7 +60,7 @@ class Search:
         for goal in goals:
             for rows in _row_sets(self.spec, goal.phases):
                 push(goal, rows, goal.start)
-        seen: set[tuple[int, tuple[int, ...], frozenset[Fix]]] = set()
+        explored: set[tuple[int, tuple[int, ...], frozenset[Fix]]] = set()
         failed: dict[tuple[int, frozenset[Fix]], tuple[Fix, ...]] = {}
         for _ in range(MAX_EXPLORED):
             if not queue:
@@ -68,22 +68,22 @@ class Search:
             _, _, goal, rows, fixes = heapq.heappop(queue)
             state = (id(goal), frozenset(fixes))
             key = (state[0], tuple(map(id, rows)), state[1])
-            after = None if key in seen else self.apply(fixes)
-            seen.add(key)
-            if after is None:
+            inputs = None if key in explored else self.apply(fixes)
+            explored.add(key)
+            if inputs is None:
                 continue
-            gaps = self._gaps(after, rows, goal.phases)
+            gaps = self._gaps(inputs, rows, goal.phases)
             if gaps:
-                options = self._options(gaps[0], after)
+                options = self._options(gaps[0], inputs)
             elif state in failed:
                 options = failed[state]
             else:
-                result = self._select(after)
-                if self._serves(result, goal):
-                    return self._least(goal, fixes, result)
-                options = failed[state] = tuple(_ways_out(after, goal, result))
+                result = self._select(inputs)
+                if self._is_selected(result, goal):
+                    return self._minimal_fixes(goal, fixes, result)
+                options = failed[state] = tuple(_other_fixes(inputs, goal, result))
             for option in options:
-                push(goal, rows, _added(fixes, option))
+                push(goal, rows, _with_fix(fixes, option))
         return None
 
     def _select(self, inputs: SelectionInputs) -> Selection | NoBackendError | None:
@@ -95,30 +95,30 @@ class Search:
         except AttnError:
             return None
 
-    def _serves(self, result: Selection | NoBackendError | None, goal: Goal) -> bool:
+    def _is_selected(self, result: Selection | NoBackendError | None, goal: Goal) -> bool:
         if not isinstance(result, Selection):
             return False
         roles = (role_of(self.spec.family, phase) for phase in goal.phases)
         return all(result.backend(role) == self.spec.name for role in roles)
 
-    def _works(self, goal: Goal, fixes: tuple[Fix, ...]) -> SelectionInputs | None:
-        after = self.apply(fixes)
-        return after if after and self._serves(self._select(after), goal) else None
+    def _fixed_inputs(self, goal: Goal, fixes: tuple[Fix, ...]) -> SelectionInputs | None:
+        inputs = self.apply(fixes)
+        return inputs if inputs and self._is_selected(self._select(inputs), goal) else None
 
-    def _least(
+    def _minimal_fixes(
         self, goal: Goal, fixes: tuple[Fix, ...], result: Selection | NoBackendError | None
     ) -> tuple[tuple[Fix, ...], SelectionInputs] | None:
         """Leave out the fixes that others make superfluous, the dearest first."""
         for fix in sorted(fixes, key=lambda c: -c.cost):
-            rest = tuple(c for c in fixes if c is not fix)
-            if self._works(goal, rest):
-                return self._least(goal, rest, result)
+            remaining = tuple(c for c in fixes if c is not fix)
+            if self._fixed_inputs(goal, remaining):
+                return self._minimal_fixes(goal, remaining, result)
         page = result.page_size if isinstance(result, Selection) else None
-        named = tuple(_page(c, page) for c in fixes)
-        for least in (named, fixes):
-            after = self._works(goal, least)
-            if after is not None:
-                return least, after
+        paged = tuple(_page(c, page) for c in fixes)
+        for smallest in (paged, fixes):
+            inputs = self._fixed_inputs(goal, smallest)
+            if inputs is not None:
+                return smallest, inputs
         return None
 
     def _gaps(
@@ -142,8 +142,8 @@ class Search:
             fix = _override(f"add {name} to --allow", FixCost.NAME, allow=(*o.allow, name))
             gaps.append(Mismatch("allow", name, "--allow lacks it", (fix,)))
         if name in o.deny:
-            rest = tuple(d for d in o.deny if d != name)
-            fix = _override(f"take {name} from --deny", FixCost.NAME, deny=rest)
+            remaining = tuple(d for d in o.deny if d != name)
+            fix = _override(f"take {name} from --deny", FixCost.NAME, deny=remaining)
             gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
         # the fewest ways out first: a gap that nothing closes ends the branch at once
         for row, phase in zip(rows, phases, strict=True):
@@ -154,9 +154,9 @@ class Search:
         """Return the fixes that close a gap; of libraries those that can be installed first."""
         if gap.need != "library":
             return gap.fixes
-        wanted = alternatives(gap.supported.removeprefix("needs "))
+        requirements = alternatives(gap.supported.removeprefix("needs "))
         fixes = []
-        for fix, library in zip(gap.fixes, wanted, strict=True):
+        for fix, library in zip(gap.fixes, requirements, strict=True):
             pins = [p for p in self.registry.pins if p.distribution == library.name]
             fitting = [p for p in pins if p.accepts(library) and p.loads(self.torch)]
             installable = next((p for p in fitting if p.pip), None)
@@ -167,19 +167,21 @@ class Search:
                 text = fix.text if inputs.simulated else f"pip install '{library}'"
                 fixes.append(replace(fix, text=text))
             elif any(not p.indexed for p in pins):
-                why = next(p.why for p in pins if not p.indexed)
-                fixes.append(replace(fix, cost=FixCost.INSTALL + 2, text=f"{fix.text}: {why}"))
+                reason = next(p.why for p in pins if not p.indexed)
+                fixes.append(replace(fix, cost=FixCost.INSTALL + 2, text=f"{fix.text}: {reason}"))
             else:
-                known = " or ".join(dict.fromkeys(p.torch for p in pins if p.accepts(library)))
-                text = f"{fix.text} beside torch{known}" if self.torch else fix.text
+                torch_versions = " or ".join(
+                    dict.fromkeys(p.torch for p in pins if p.accepts(library))
+                )
+                text = f"{fix.text} beside torch{torch_versions}" if self.torch else fix.text
                 fixes.append(replace(fix, cost=FixCost.INSTALL + 1, text=text))
         return tuple(fixes)
 
 
 def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Capabilities, ...]]:
     """Yield a row per phase; rows of two kinds or two devices never serve together."""
-    able = [[r for r in spec.capabilities if p in r.phases] for p in phases]
-    for rows in itertools.product(*able):
+    row_lists = [[r for r in spec.capabilities if p in r.phases] for p in phases]
+    for rows in itertools.product(*row_lists):
         first = rows[0]
         if all(
             r.kind == first.kind
@@ -190,19 +192,19 @@ def _row_sets(spec: BackendSpec, phases: tuple[Phase, ...]) -> Iterator[tuple[Ca
             yield rows
 
 
-def _added(fixes: tuple[Fix, ...], option: Fix) -> tuple[Fix, ...]:
+def _with_fix(fixes: tuple[Fix, ...], option: Fix) -> tuple[Fix, ...]:
     """Add a fix; one that it overwrites is left out."""
     new = {name for name, _ in option.values}
-    kept = (c for c in fixes if c.target != option.target or {n for n, _ in c.values} - new)
-    return (*kept, option)
+    remaining = (c for c in fixes if c.target != option.target or {n for n, _ in c.values} - new)
+    return (*remaining, option)
 
 
 def _override(text: str, cost: int, **values: object) -> Fix:
     return Fix("overrides", tuple(values.items()), cost, text)
 
 
-def _ways_out(
-    after: SelectionInputs, goal: Goal, result: Selection | NoBackendError | None
+def _other_fixes(
+    inputs: SelectionInputs, goal: Goal, result: Selection | NoBackendError | None
 ) -> Iterator[Fix]:
     """Yield what may help where the backend fits alone, and the selection fails all the same.
 
@@ -211,30 +213,30 @@ def _ways_out(
     """
     if isinstance(result, Selection):
         return  # it is possible, and others rank before the backend
-    if after.requirements.page_size is not None:
+    if inputs.requirements.page_size is not None:
         free = (("page_size", None),)
         yield Fix("requirements", free, FixCost.FLAG, "no --page-size")
-    if after.requirements.speculation is not None:  # linear layers that nobody verifies
+    if inputs.requirements.speculation is not None:  # linear layers that nobody verifies
         without = (("speculation", None),)
         yield Fix("requirements", without, FixCost.FEATURE + 1, "no speculation")
-    own = {name for fix in goal.start for name, _ in fix.values}
-    for field in fields(after.overrides):
-        value = getattr(after.overrides, field.name)
-        if value not in (None, ()) and field.name not in own and field.name != "prefer":
+    added_names = {name for fix in goal.start for name, _ in fix.values}
+    for field in fields(inputs.overrides):
+        value = getattr(inputs.overrides, field.name)
+        if value not in (None, ()) and field.name not in added_names and field.name != "prefer":
             yield drop(field.name, value)
     verdicts = result.selection.verdicts if result is not None else ()
-    served = {v.phase for v in verdicts if v.fits}
-    unserved = [v for v in verdicts if v.phase not in served and v.phase not in goal.phases]
-    for verdict in sorted(unserved, key=lambda v: (len(v.reasons), v.cost))[:NEAREST]:
+    fitting_phases = {v.phase for v in verdicts if v.fits}
+    missing = [v for v in verdicts if v.phase not in fitting_phases and v.phase not in goal.phases]
+    for verdict in sorted(missing, key=lambda v: (len(v.reasons), v.cost))[:NEAREST]:
         for reason in verdict.reasons:
             yield from (c for c in reason.fixes if c.target not in ("device", "overrides"))
 
 
 def drop(field: str, value: object) -> Fix:
     """Return the fix that takes a flag of the caller back."""
-    said = ",".join(value) if isinstance(value, tuple) else value
+    text = ",".join(value) if isinstance(value, tuple) else value
     empty = () if field in ("prefer", "deny") else None
-    return _override(f"no --{field.replace('_', '-')} {said}", FixCost.FLAG, **{field: empty})
+    return _override(f"no --{field.replace('_', '-')} {text}", FixCost.FLAG, **{field: empty})
 
 
 def _page(fix: Fix, page: int | None) -> Fix:

@@ -47,19 +47,21 @@ class SelectionInputs:
                 tower = values["tower"] if "tower" in values else replace(old, **values)
                 needs = replace(needs, vision=tower)
             else:
-                others = [x for x in needs.layers if x.family != fix.target]
+                other_layers = [x for x in needs.layers if x.family != fix.target]
                 if "layers" not in values:
-                    own = (x for x in needs.layers if x.family == fix.target)
-                    values["layers"] = [replace(x, **values) for x in own]
-                needs = replace(needs, layers=tuple(dict.fromkeys((*values["layers"], *others))))
-        moved = (device.type, device.arch) != (self.device.type, self.device.arch)
+                    family_layers = (x for x in needs.layers if x.family == fix.target)
+                    values["layers"] = [replace(x, **values) for x in family_layers]
+                needs = replace(
+                    needs, layers=tuple(dict.fromkeys((*values["layers"], *other_layers)))
+                )
+        device_changed = (device.type, device.arch) != (self.device.type, self.device.arch)
         return SelectionInputs(
             needs,
             device,
             libraries,
             overrides,
-            self.simulated or moved,
-            None if moved else self.profile,
+            self.simulated or device_changed,
+            None if device_changed else self.profile,
             self.workload,
         )
 

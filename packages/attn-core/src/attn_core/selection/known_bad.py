@@ -26,32 +26,33 @@ def known_bad_gaps(
     """Yield each known bad combination that a row would run in, with its source."""
     layers = needs.layers if phase is not Phase.ENCODE else (needs.vision,) * bool(needs.vision)
     dims = {x.head_dim for x in layers if x is not None and x.kind == row.kind}
-    for bad in spec.known_bad:
+    for combination in spec.known_bad:
         if (
-            (not bad.kinds or row.kind in bad.kinds)
-            and phase in bad.phases
-            and (not bad.archs or device.arch in bad.archs)
-            and (not bad.head_dims or bad.head_dims & dims)
-            and all(_runs(row, Requirement(text), libraries) for text in bad.libraries)
+            (not combination.kinds or row.kind in combination.kinds)
+            and phase in combination.phases
+            and (not combination.archs or device.arch in combination.archs)
+            and (not combination.head_dims or combination.head_dims & dims)
+            and all(_may_load(row, Requirement(text), libraries) for text in combination.libraries)
         ):
-            yield Mismatch("known_bad", f"known to be bad{_asked(bad, libraries)}: {bad.why}",
-                           bad.source)  # fmt: skip
+            versions = _versions_text(combination, libraries)
+            text = f"known to be bad{versions}: {combination.why}"
+            yield Mismatch("known_bad", text, combination.source)
 
 
-def _runs(row: Capabilities, wanted: Requirement, libraries: Libraries) -> bool:
+def _may_load(row: Capabilities, requirement: Requirement, libraries: Libraries) -> bool:
     """Say whether a row runs with such a version. One that is not known is no reason."""
-    name = canonicalize_name(wanted.name)
+    name = canonicalize_name(requirement.name)
     version = libraries.get(name)
-    if version is None or not wanted.specifier.contains(version, prereleases=True):
+    if version is None or not requirement.specifier.contains(version, prereleases=True):
         return False
-    taken = [used(group, libraries) for group in row.requires if name in _names(group)]
-    return not taken or any(x is not None and canonicalize_name(x.name) == name for x in taken)
+    loaded = [used(group, libraries) for group in row.requires if name in _names(group)]
+    return not loaded or any(x is not None and canonicalize_name(x.name) == name for x in loaded)
 
 
 def _names(group: str) -> list[str]:
     return [canonicalize_name(Requirement(part).name) for part in group.split(" or ")]
 
 
-def _asked(bad: KnownBad, libraries: Libraries) -> str:
-    names = [canonicalize_name(Requirement(text).name) for text in bad.libraries]
+def _versions_text(combination: KnownBad, libraries: Libraries) -> str:
+    names = [canonicalize_name(Requirement(text).name) for text in combination.libraries]
     return f" with {', '.join(f'{n} {libraries[n]}' for n in names)}" if names else ""

@@ -88,16 +88,16 @@ class Lock:
             for role in ROLES
             if (c := selection.roles.get(role)) is not None
         }
-        for role, others in selection.alternatives.items():
-            names = ", ".join(c.backend for c in others)
+        for role, choices in selection.alternatives.items():
+            names = ", ".join(c.backend for c in choices)
             if role in ROLES:
                 decision[BY_PASS + label(role)] = Chosen(names, "measured fastest of some passes")
         if selection.page_size is not None:
             pool = (str(selection.page_size), selection.kv_cache_dtype, selection.layout)
-            why = (selection.page_size_reason, "", "")
-            decision |= {n: Chosen(*x) for n, *x in zip(POOL, pool, why, strict=True)}
+            reasons = (selection.page_size_reason, "", "")
+            decision |= {n: Chosen(*x) for n, *x in zip(POOL, pool, reasons, strict=True)}
         return cls(
-            asked=_asked(selection.requirements, workload),
+            asked=_requirement_texts(selection.requirements, workload),
             environment=environment,
             profile=profile.digest,
             decision=decision,
@@ -128,7 +128,7 @@ class Lock:
     def from_json(cls, data: Any) -> Lock:
         """Return the lock of plain data. Raises UsageError, which names what is wrong."""
         _need(isinstance(data, dict), "a JSON object", data)
-        _need(_is(data.get("schema"), int, SCHEMA), f"schema {SCHEMA}", data.get("schema"))
+        _need(_is_value(data.get("schema"), int, SCHEMA), f"schema {SCHEMA}", data.get("schema"))
         decision = {}
         for name, entry in _object("decision", data.get("decision")).items():
             _need(name.removeprefix(BY_PASS) in PLACES or name in POOL, "a decision", name)
@@ -137,12 +137,12 @@ class Lock:
                 *(_text(f"{x} of {name}", entry.get(x)) for x in Chosen._fields)
             )
         return cls(
-            asked=_texts("asked", data.get("asked")),
-            environment=_texts("environment", data.get("environment")),
+            asked=_text_dict("asked", data.get("asked")),
+            environment=_text_dict("environment", data.get("environment")),
             profile=_text("profile", data.get("profile")),
             decision=decision,
             weighed=dict(map(_entry, _list("weighed", data.get("weighed")))),
-            conflicts=_lines("conflicts", data.get("conflicts")),
+            conflicts=_text_list("conflicts", data.get("conflicts")),
         )
 
 
@@ -161,24 +161,24 @@ def _weighed(verdict: Verdict) -> Weighed:
     )
 
 
-def _asked(needs: Requirements, workload: Workload) -> dict[str, str]:
+def _requirement_texts(needs: Requirements, workload: Workload) -> dict[str, str]:
     """Return what was asked as texts: each layer, and every other value."""
-    asked = {f"layer {i}": _said(x) for i, x in enumerate(needs.layers)}
+    texts = {f"layer {i}": _value_text(x) for i, x in enumerate(needs.layers)}
     for f in fields(needs):
         if f.name not in ("layers", "assumptions") and getattr(needs, f.name) is not None:
-            asked[f.name] = _said(getattr(needs, f.name))
-    return asked | {"workload": _said(workload)}
+            texts[f.name] = _value_text(getattr(needs, f.name))
+    return texts | {"workload": _value_text(workload)}
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if not is_dataclass(value):
         return str(value)
-    said = []
+    texts = []
     for f in fields(value):
         plain = f.default if f.default_factory is MISSING else f.default_factory()
         if f.name == "kind" or getattr(value, f.name) != plain:
-            said.append(f"{f.name} {_said(getattr(value, f.name))}")
-    return ", ".join(said) or "the default"
+            texts.append(f"{f.name} {_value_text(getattr(value, f.name))}")
+    return ", ".join(texts) or "the default"
 
 
 def _entry(entry: Any) -> tuple[Place, Weighed]:
@@ -194,13 +194,13 @@ def _entry(entry: Any) -> tuple[Place, Weighed]:
         row=_text("row", entry.get("row")),
         priority=priority,
         us=us,
-        libraries=_lines("libraries", entry.get("libraries")),
-        refused=_lines("refused", entry.get("refused")),
+        libraries=_text_list("libraries", entry.get("libraries")),
+        refused=_text_list("refused", entry.get("refused")),
     )
 
 
-def _is(value: Any, kind: type, wanted: Any) -> bool:
-    return type(value) is kind and value == wanted
+def _is_value(value: Any, kind: type, expected: Any) -> bool:
+    return type(value) is kind and value == expected
 
 
 def _number(value: Any) -> bool:
@@ -218,7 +218,7 @@ def _object(name: str, value: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _texts(name: str, value: Any) -> dict[str, str]:
+def _text_dict(name: str, value: Any) -> dict[str, str]:
     return {key: _text(f"{name} {key}", text) for key, text in _object(name, value).items()}
 
 
@@ -228,7 +228,7 @@ def _list(name: str, value: Any) -> list[Any]:
     return cast("list[Any]", value)
 
 
-def _lines(name: str, value: Any) -> tuple[str, ...]:
+def _text_list(name: str, value: Any) -> tuple[str, ...]:
     return tuple(_text(name, text) for text in _list(name, value))
 
 

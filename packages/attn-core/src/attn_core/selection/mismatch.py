@@ -50,8 +50,8 @@ def apply_fix(needs: Requirements, fix: Fix) -> Requirements:
     """Apply a fix of the requirements or of the speculation in them."""
     values: dict[str, Any] = dict(fix.values)
     if fix.target == "speculation":
-        now = needs.speculation
-        return replace(needs, speculation=now and replace(now, **values))
+        speculation = needs.speculation
+        return replace(needs, speculation=speculation and replace(speculation, **values))
     return replace(needs, **values)
 
 

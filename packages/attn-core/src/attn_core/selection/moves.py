@@ -21,9 +21,9 @@ def require(lock: Lock, now: Lock, where: str = "the lock") -> list[str]:
     if not asked and not moved:
         return changed
     text = [f"the selection differs from {where}"]
-    text += [f"asked: {one}" for one in asked]
+    text += [f"asked: {difference}" for difference in asked]
     text += [line for move in moved for line in str(move).split("\n")]
-    text += [f"changed: {one}" for one in changed]
+    text += [f"changed: {difference}" for difference in changed]
     text.append("go back to what was locked, or accept this selection with `attn lock`")
     raise LockError("\n  ".join(text))
 
@@ -63,15 +63,15 @@ def changes(old: Lock, new: Lock) -> list[str]:
 
 def moves(old: Lock, new: Lock) -> list[Move]:
     """Return every part of the decision that is another, with what moved it."""
-    found = []
+    result = []
     for what in dict.fromkeys((*old.decision, *new.decision)):
         then, now = old.decision.get(what), new.decision.get(what)
         if (then and then.choice) != (now and now.choice):
-            found.append(Move(what, then, now, tuple(_why(old, new, what, (then, now)))))
-    return found
+            result.append(Move(what, then, now, tuple(_causes(old, new, what, (then, now)))))
+    return result
 
 
-def _why(old: Lock, new: Lock, what: str, sides: Iterable[Chosen | None]) -> Iterable[str]:
+def _causes(old: Lock, new: Lock, what: str, sides: Iterable[Chosen | None]) -> Iterable[str]:
     """Say what changed of the two backends of a role: a row, a cost, a version, a conflict."""
     role = what.removeprefix(BY_PASS)
     if role not in PLACES:
@@ -82,17 +82,17 @@ def _why(old: Lock, new: Lock, what: str, sides: Iterable[Chosen | None]) -> Ite
     for name in names:
         place: Place = (*PLACES[role], name)
         then, now = old.weighed.get(place), new.weighed.get(place)
-        yield from (f"{name} {text}" for text in _backend(then, now))
+        yield from (f"{name} {text}" for text in _backend_changes(then, now))
         libraries |= {x for w in (then, now) if w for x in w.libraries}
-    here = ({n: v for n, v in x.environment.items() if n in libraries} for x in (old, new))
-    yield from differences(*here)
-    for said, x, others in (("now", new, old), ("no longer", old, new)):
+    environments = ({n: v for n, v in x.environment.items() if n in libraries} for x in (old, new))
+    yield from differences(*environments)
+    for status, x, other in (("now", new, old), ("no longer", old, new)):
         for text in x.conflicts:
-            if text not in others.conflicts and any(name in text for name in names):
-                yield f"{said} in conflict: {text}"
+            if text not in other.conflicts and any(name in text for name in names):
+                yield f"{status} in conflict: {text}"
 
 
-def _backend(then: Weighed | None, now: Weighed | None) -> Iterable[str]:
+def _backend_changes(then: Weighed | None, now: Weighed | None) -> Iterable[str]:
     if then is None or now is None:
         if then is not now:
             yield "was not declared" if then is None else "is not declared any more"
@@ -103,8 +103,10 @@ def _backend(then: Weighed | None, now: Weighed | None) -> Iterable[str]:
         else:
             yield f"did not fit: {'; '.join(then.refused)}"
     if then.us != now.us:
-        was, takes = ("an unknown time" if x is None else micros(x) for x in (then.us, now.us))
-        yield f"took {was} and takes {takes} per request and layer, by what was measured"
+        old_time, new_time = (
+            "an unknown time" if x is None else micros(x) for x in (then.us, now.us)
+        )
+        yield f"took {old_time} and takes {new_time} per request and layer, by what was measured"
     if then.priority != now.priority:
         yield f"had priority {then.priority} and has {now.priority}"
     if then.row != now.row:

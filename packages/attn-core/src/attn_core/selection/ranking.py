@@ -35,14 +35,14 @@ def shipped_profile(
     if device.name is None:
         return Profile(), ""
     origins = registry.origins.values()
-    found = store.shipped((origin.module for origin in origins), device.name) or Profile()
-    own = {"attn-core": attn_core.__version__, **{o.distribution: o.version for o in origins}}
-    here = {n: v for n, v in {**libraries, **own}.items() if n in found.environment}
-    then = Profile(environment={name: found.environment[name] for name in here})
-    if differs := then.differences(here):
+    profile = store.shipped((origin.module for origin in origins), device.name) or Profile()
+    packages = {"attn-core": attn_core.__version__, **{o.distribution: o.version for o in origins}}
+    installed = {n: v for n, v in {**libraries, **packages}.items() if n in profile.environment}
+    measured = Profile(environment={name: profile.environment[name] for name in installed})
+    if differs := measured.differences(installed):
         text = f"the profile of {device.name} is not used: {', '.join(differs)}"
         return Profile(), f"{text}; `attn tune` measures this machine"
-    return found, ""
+    return profile, ""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,17 @@ class RowJudge:
         gaps = []
         allow, deny, name = self.overrides.allow, self.overrides.deny, spec.name
         failed = not self.simulated and self.registry.failed
-        if failed and (why := failed.get((spec.family, name, row_key(row)))):
+        if failed and (failure := failed.get((spec.family, name, row_key(row)))):
             retry = f"`attn check {name}` says more, `attn doctor --probe` tries again"
-            gaps.append(Mismatch("probe", f"its probe failed {why}", retry))
+            gaps.append(Mismatch("probe", f"its probe failed {failure}", retry))
         if spec.creator(row) is None and not self.simulated:
             gaps.append(Mismatch("implementation", f"{name} is declared", "not implemented in 0.1"))
         if allow is not None and name not in allow:
             fix = Fix("overrides", (("allow", (*allow, name)),), FixCost.NAME, f"--allow {name}")
             gaps.append(Mismatch("allow", name, f"--allow has {', '.join(allow)}", (fix,)))
         if name in deny:
-            rest = tuple(d for d in deny if d != name)
-            fix = Fix("overrides", (("deny", rest),), FixCost.NAME, f"no --deny {name}")
+            remaining = tuple(d for d in deny if d != name)
+            fix = Fix("overrides", (("deny", remaining),), FixCost.NAME, f"no --deny {name}")
             gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
         return tuple(gaps)
 
@@ -149,19 +149,23 @@ class RowJudge:
 
     def _measured(self, chosen: Verdict, cost: Expected, others: Sequence[Verdict]) -> str:
         """Say what the choice costs, how much less that is than the next, and how sure it is."""
-        where = f" on {self.device.name}" if self.device.name else ""
-        text = f"measured{where}: {cost} per request and layer"
-        rest = [v for v in others if v.spec.name != chosen.spec.name and v.expected is not None]
-        if not rest:
+        device = f" on {self.device.name}" if self.device.name else ""
+        text = f"measured{device}: {cost} per request and layer"
+        measured_others = [
+            v for v in others if v.spec.name != chosen.spec.name and v.expected is not None
+        ]
+        if not measured_others:
             return f"{text}; no other that fits was measured"
-        best = min(rest, key=lambda v: v.expected.us if v.expected else 0.0)
-        assert best.expected is not None
-        other = best.expected
-        less = 1 - cost.us / other.us
-        if less < 0:
-            return f"{text}; with {best.spec.name} this phase alone takes {micros(other.us)}"
-        sure = "sure" if cost.surely_below(other) else "not sure"
-        return f"{text}, {100 * less:.0f} % less than {best.spec.name} ({sure})"
+        next_best = min(measured_others, key=lambda v: v.expected.us if v.expected else 0.0)
+        assert next_best.expected is not None
+        other_cost = next_best.expected
+        saving = 1 - cost.us / other_cost.us
+        if saving < 0:
+            return (
+                f"{text}; with {next_best.spec.name} this phase alone takes {micros(other_cost.us)}"
+            )
+        certainty = "sure" if cost.surely_below(other_cost) else "not sure"
+        return f"{text}, {100 * saving:.0f} % less than {next_best.spec.name} ({certainty})"
 
 
 def _not_built(spec: BackendSpec, row: Capabilities) -> str:
@@ -214,18 +218,20 @@ def _everywhere(reason: Mismatch, verdict: Verdict, verdicts: tuple[Verdict, ...
 
 def nothing_fits(s: RowJudge, verdicts: tuple[Verdict, ...], phase: Phase) -> str:
     family: Family = verdicts[0].spec.family if verdicts else "softmax"
-    flag, named = s.overrides.flag(family, phase)
-    if named is not None:
-        name = s.registry.get(named, family).name
-        near = [v for v in verdicts if v.phase is phase and v.spec.name == name]
-        reasons = "; ".join(str(r) for v in near for r in v.reasons)
-        return f"{flag} {named} cannot run {phase.value} on {s.device}: {reasons}"
-    near = sorted((v for v in verdicts if v.phase is phase), key=_distance)[:3]
-    shown = "; ".join(f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in near)
+    flag, requested = s.overrides.flag(family, phase)
+    if requested is not None:
+        name = s.registry.get(requested, family).name
+        nearest = [v for v in verdicts if v.phase is phase and v.spec.name == name]
+        reasons = "; ".join(str(r) for v in nearest for r in v.reasons)
+        return f"{flag} {requested} cannot run {phase.value} on {s.device}: {reasons}"
+    nearest = sorted((v for v in verdicts if v.phase is phase), key=_distance)[:3]
+    reasons_text = "; ".join(
+        f"{v.spec.name}: {', '.join(str(r) for r in v.reasons)}" for v in nearest
+    )
     return (
         f"no backend fits {phase.value} on {s.device}"
-        + (f"; nearest are {shown}" if shown else ": none is declared")
-        + _flags(s, near[0] if near else None)
+        + (f"; nearest are {reasons_text}" if reasons_text else ": none is declared")
+        + _flags(s, nearest[0] if nearest else None)
         + "; `attn why-not BACKEND` says what to change"
     )
 

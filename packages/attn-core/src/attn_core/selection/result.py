@@ -44,11 +44,11 @@ class Overrides:
         if phase is Phase.ENCODE:
             return "--mm-attention-backend", self.mm_attention_backend
         if family == "linear":
-            own, base = f"linear_attn_{phase.value}_backend", "linear_attn_backend"
+            phase_field, base_field = f"linear_attn_{phase.value}_backend", "linear_attn_backend"
         else:
-            own, base = f"{phase.value}_attention_backend", "attention_backend"
-        used = own if getattr(self, own) is not None else base
-        return "--" + used.replace("_", "-"), getattr(self, used)
+            phase_field, base_field = f"{phase.value}_attention_backend", "attention_backend"
+        name = phase_field if getattr(self, phase_field) is not None else base_field
+        return "--" + name.replace("_", "-"), getattr(self, name)
 
     def sub_backend(self, phase: Phase) -> tuple[str, str | None]:
         """Return the field that names the kernel of sparse MLA for a phase, and its value."""
@@ -229,10 +229,10 @@ def explain(selection: Selection) -> str:
     """Return the decision as text: backends with reasons, the pool, assumptions, all verdicts."""
     name = f" ({selection.device.name})" if selection.device.name else ""
     lines = [f"on {selection.device}{name}"]
-    for roles, wide in ((SOFTMAX_ROLES, 11), (LINEAR_ROLES, 15)):
+    for roles, width in ((SOFTMAX_ROLES, 11), (LINEAR_ROLES, 15)):
         for role in (x for x in roles if x in selection.roles):
-            name, why = selection.roles[role].backend, _why(selection, role)
-            lines.append(f"  {label(role):<{wide}}{name:<{26 - wide}} {why}")
+            name, reason = selection.roles[role].backend, _reason_text(selection, role)
+            lines.append(f"  {label(role):<{width}}{name:<{26 - width}} {reason}")
     lines += [f"  {'state':<11}{_state_text(selection, *x)}" for x in _states(selection)]
     if selection.page_size is not None:
         lines.append(f"  {'page size':<11}{selection.page_size:<16}{selection.page_size_reason}")
@@ -247,7 +247,7 @@ def explain(selection: Selection) -> str:
     lines += [f"  {'advice':<11}{a}" for a in selection.advice]
     lines += [f"  {'assumed':<11}{a}" for a in selection.assumptions]
     lines += [f"  {'conflict':<11}{c}" for c in selection.conflicts]
-    others = [v for v in selection.verdicts if not _serves(selection, v)]
+    others = [v for v in selection.verdicts if not _is_selected(selection, v)]
     lines += ["others:"] * bool(others)
     for v in others:
         text = "; ".join(map(str, v.reasons)) or _place(v)
@@ -283,16 +283,16 @@ def _state_text(selection: Selection, kind: str, sizes: StateBytes) -> str:
     return text + (f"; {drafts} drafts add {records:.2f} MB" if drafts else "")
 
 
-def _why(selection: Selection, role: Role) -> str:
+def _reason_text(selection: Selection, role: Role) -> str:
     """Say why a role has its backend, and where that is only declared, what runs today."""
     reason = selection.roles[role].reason
     if role not in selection.runs_today:
         return reason
-    today = selection.runs_today[role] or "nothing that is implemented"
-    return f"{reason}; runs today: {today}" if reason else f"runs today: {today}"
+    implemented = selection.runs_today[role] or "nothing that is implemented"
+    return f"{reason}; runs today: {implemented}" if reason else f"runs today: {implemented}"
 
 
-def _serves(selection: Selection, verdict: Verdict) -> bool:
+def _is_selected(selection: Selection, verdict: Verdict) -> bool:
     """Say whether this verdict is the one of a chosen backend."""
     role = role_of(verdict.spec.family, verdict.phase)
     return selection.backend(role) == verdict.spec.name

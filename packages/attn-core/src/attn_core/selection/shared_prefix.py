@@ -36,11 +36,11 @@ class Gain:
     alone_bytes: int
 
     def __str__(self) -> str:
-        who = f"{self.requests} requests over a prompt of {self.prompt} tokens"
+        batch = f"{self.requests} requests over a prompt of {self.prompt} tokens"
         if not self.shared:
-            return f"{who} share too little of it"
-        one, other = self.bytes / 1e6, self.alone_bytes / 1e6
-        return f"{who} read {one:.1f} MB a layer, not {other:.1f}"
+            return f"{batch} share too little of it"
+        shared_mb, alone_mb = self.bytes / 1e6, self.alone_bytes / 1e6
+        return f"{batch} read {shared_mb:.1f} MB a layer, not {alone_mb:.1f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,13 @@ def sharing_of(selection: Selection, workload: Workload) -> tuple[Sharing, ...]:
     if not needs.shared_prefix:
         return ()
     roles: tuple[Role, ...] = ("decode", "verify")
-    having = [r for r in roles if r in selection.roles and selection.roles[r].row.shared_prefix]
+    sharing_roles = [
+        r for r in roles if r in selection.roles and selection.roles[r].row.shared_prefix
+    ]
     layers = tuple(dict.fromkeys(needs.softmax_layers))
-    return tuple(_sharing(selection, role, layer, workload) for role in having for layer in layers)
+    return tuple(
+        _sharing(selection, role, layer, workload) for role in sharing_roles for layer in layers
+    )
 
 
 def _sharing(
@@ -89,28 +93,28 @@ def _sharing(
         name += f" of head dim {layer.head_dim}"
     alone = "read every request on its own"
     if needs.deterministic:
-        why = f"{name} {alone}: in deterministic mode no bit may depend on the neighbours"
-        return Sharing(role=role, layer=name, least=None, why=why)
+        reason = f"{name} {alone}: in deterministic mode no bit may depend on the neighbours"
+        return Sharing(role=role, layer=name, least=None, why=reason)
     if layer.sliding_window or layer.cross or layer.dual_chunk:
         kind = "a window" if layer.sliding_window else "cross" if layer.cross else "dual chunks"
-        why = f"{name} with {kind} {alone}"
-        return Sharing(role=role, layer=name, least=None, why=why)
+        reason = f"{name} with {kind} {alone}"
+        return Sharing(role=role, layer=name, least=None, why=reason)
     dim, q, kv = layer.head_dim, layer.num_q_heads, layer.num_kv_heads
     if layer.kind == "mla":  # absorbed
         kv = 1
     if not (dim and q and kv):
-        why = (
+        reason = (
             "how many tokens neighbours have to share depends on the layer; give --head-dim, "
             "--num-q-heads and --num-kv-heads, or --model"
         )
-        return Sharing(role=role, layer=name, least=None, why=why)
+        return Sharing(role=role, layer=name, least=None, why=reason)
     rows, v_dim = queries * (q // kv), layer.v_head_dim or dim
     if not fits_tile(rows):
-        why = (
+        reason = (
             f"{name} {alone}: {rows} query rows a KV head (at most {SHARED_TILE_ROWS // 2} are "
             "shared)"
         )
-        return Sharing(role=role, layer=name, least=None, why=why)
+        return Sharing(role=role, layer=name, least=None, why=reason)
     width = BYTES.get(selection.kv_cache_dtype, 1)
     least = shared_granule(rows, dim, v_dim, width)
     sizes = kv, token_values(dim, v_dim) * width, partial_bytes(rows, v_dim)
@@ -120,7 +124,7 @@ def _sharing(
 
 
 def _gains(
-    workload: Workload, least: int, page: int, kv_heads: int, token: int, partials: int
+    workload: Workload, granule: int, page: int, kv_heads: int, token: int, partials: int
 ) -> Iterator[Gain]:
     """Yield what each prompt of a workload brings where most requests of it run together."""
     requests = max(n for n, share in workload.requests.items() if share > 0)
@@ -130,7 +134,7 @@ def _gains(
     for prompt, share in sorted(workload.prompts.items()):
         if share <= 0:
             continue
-        shared = prompt // page * page // least * least
+        shared = prompt // page * page // granule * granule
         tokens = requests * (prompt + workload.output // 2)
         saved = (requests - 1) * shared * token - (requests * partials if shared else 0)
         yield Gain(

@@ -37,7 +37,7 @@ def check_sub_backends(overrides: Overrides, needs: Requirements, registry: Regi
         phase: {r.sub_backend for s in specs for r in s.capabilities if phase in r.phases} - {""}
         for phase in PHASES
     }
-    refused = {name: why for spec in specs for name, why in spec.refused_sub_backends.items()}
+    refused = {name: reason for spec in specs for name, reason in spec.refused_sub_backends.items()}
     for phase in PHASES:
         field, name = overrides.sub_backend(phase)
         if name is None:
@@ -49,7 +49,9 @@ def check_sub_backends(overrides: Overrides, needs: Requirements, registry: Regi
             continue
         if name in refused:
             raise UsageError(f"{flag} {name} is not served: {refused[name]}")
-        if any(name in others for others in serving.values()):
-            able = ", ".join(sorted(names))
-            raise UsageError(f"{flag} {name}: it does not serve {phase.value} (supports {able})")
+        if any(name in served for served in serving.values()):
+            supported = ", ".join(sorted(names))
+            raise UsageError(
+                f"{flag} {name}: it does not serve {phase.value} (supports {supported})"
+            )
         raise UsageError(f"{flag} {name}: {near(name, names | {*refused})}")

@@ -83,8 +83,10 @@ def parse_device(
             return Device(kind, arch or None, runtime)
         raise UsageError(f"unknown device type {kind!r}: {near(kind, [*ARCHS, *extra])}")
     if runtime is not None and kind not in RUNTIMES:
-        have = ", ".join(RUNTIMES)
-        raise UsageError(f"--runtime-version {runtime}: a {kind} device has none (only {have})")
+        with_runtime = ", ".join(RUNTIMES)
+        raise UsageError(
+            f"--runtime-version {runtime}: a {kind} device has none (only {with_runtime})"
+        )
     if kind == "cpu" and not arch:
         return probe_cpu() if here is None else devices_of(here)[-1]
     if not arch:
@@ -92,8 +94,8 @@ def parse_device(
     if kind == "cuda":
         arch = FAMILY.get(arch, arch)
     if arch not in ARCHS[kind] and (here is None or str(here) != f"{kind}:{arch}"):
-        known = [f"{kind}:{a}" for a in ARCHS[kind]]
-        raise UsageError(f"unknown device {text!r}: {near(f'{kind}:{arch}', known)}")
+        devices = [f"{kind}:{a}" for a in ARCHS[kind]]
+        raise UsageError(f"unknown device {text!r}: {near(f'{kind}:{arch}', devices)}")
     return Device(kind, arch, runtime)
 
 
@@ -150,8 +152,8 @@ def _cuda_gpu() -> tuple[str, str | None] | None:
     if failed:
         return None
     arch, name = f"sm{major.value * 10 + minor.value}", ctypes.create_string_buffer(256)
-    ask = getattr(cuda, "cuDeviceGetName", None)
-    unnamed = ask is None or ask(name, len(name), device)
+    device_name = getattr(cuda, "cuDeviceGetName", None)
+    unnamed = device_name is None or device_name(name, len(name), device)
     return FAMILY.get(arch, arch), None if unnamed else name.value.decode(errors="replace")
 
 

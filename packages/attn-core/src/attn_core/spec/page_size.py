@@ -28,5 +28,5 @@ def smallest_page(rows: Iterable[Capabilities], limit: int = 0) -> int | None:
     rows, pages = tuple(rows), {1}
     for row in rows:
         pages = {lcm(p, q) for p in pages for q in (row.page_sizes or {1})}
-    able = (p for p in pages if not limit % p and all(takes_page(row, p) for row in rows))
-    return min(able, default=None)
+    sizes = (p for p in pages if not limit % p and all(takes_page(row, p) for row in rows))
+    return min(sizes, default=None)

@@ -30,15 +30,15 @@ def answer(
     rounds: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the oracle's out [T, Hq, Dv] and LSE [T, Hq] of the real tokens, in `dtype`."""
-    layer, at = inputs.layer, 0
+    layer, start = inputs.layer, 0
     parts = []
     for b, n in enumerate(case.query_lens):
         if is_sparse(case, b):
-            parts.append(_sparse(inputs, at, b, dtype, order, rounds))
-            at += n
+            parts.append(_sparse(inputs, start, b, dtype, order, rounds))
+            start += n
             continue
         part = attend_request(
-            inputs.q[at : at + n, :3] if layer.dual_chunk else inputs.q[at : at + n],
+            inputs.q[start : start + n, :3] if layer.dual_chunk else inputs.q[start : start + n],
             inputs.keys[b],
             inputs.values[b],
             dtype=dtype,
@@ -49,12 +49,12 @@ def answer(
             logit_cap=layer.logit_cap,
             sinks=layer.sinks,
             dual_chunk=layer.dual_chunk,
-            selected=None if inputs.indexer is None else inputs.indexer.selected[at : at + n],
+            selected=None if inputs.indexer is None else inputs.indexer.selected[start : start + n],
             order=order,
             rounds=rounds,
         )
         parts.append(part)
-        at += n
+        start += n
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -68,7 +68,7 @@ def is_sparse(case: Case, request: int) -> bool:
 
 def _sparse(
     inputs: Inputs,
-    at: int,
+    start: int,
     request: int,
     dtype: torch.dtype,
     order: int,
@@ -78,15 +78,15 @@ def _sparse(
     layer, keys, values = inputs.layer, inputs.keys[request], inputs.values[request]
     assert layer.dual_chunk is not None  # of a sparse case
     assert layer.vertical_slash is not None
-    q = inputs.q[at : at + len(keys)]
+    q = inputs.q[start : start + len(keys)]
     group, parts = layer.num_q_heads // layer.num_kv_heads, []
     for head, sizes in enumerate(layer.vertical_slash):
-        own = slice(head // group, head // group + 1)
-        chosen = q[:, :, head].double(), keys[:, own.start].double(), sizes
+        head_slice = slice(head // group, head // group + 1)
+        chosen = q[:, :, head].double(), keys[:, head_slice.start].double(), sizes
         part = attend_request(
             q[:, :3, head : head + 1],
-            keys[:, own],
-            values[:, own],
+            keys[:, head_slice],
+            values[:, head_slice],
             dtype=dtype,
             causal=True,
             scale=layer.scale,
@@ -111,17 +111,17 @@ def expected(
     """Return the inputs of a case and its answers, drawn and computed once per process."""
     inputs = make_inputs(case, point, requires_finite_padding=requires_finite_padding, fused=fused)
     question = _question(case, inputs, point.dtype, rounds)
-    right = _RIGHT.get(question)
-    if right is None:
+    reference = _RIGHT.get(question)
+    if reference is None:
         truth = answer(case, inputs, torch.float64)
-        near = yardstick(
+        baseline = yardstick(
             partial(answer, case, inputs, rounds=rounds), TORCH_DTYPES[point.dtype], truth
         )
-        right = truth, near
+        reference = truth, baseline
         if len(_RIGHT) >= MOST_ANSWERS:
             _RIGHT.clear()
-        _RIGHT[question] = right
-    return inputs, right
+        _RIGHT[question] = reference
+    return inputs, reference
 
 
 def _question(case: Case, inputs: Inputs, *extra: object) -> bytes:

@@ -29,8 +29,8 @@ def renamed(parents: Parents, seed: int) -> Parents:
     """Name the drafts of a tree in another order, so that a child may come before its parent."""
     order = list(range(len(parents)))
     random.Random(seed).shuffle(order)  # draft i is now called order[i]
-    named = {order[i]: -1 if p < 0 else order[p] for i, p in enumerate(parents)}
-    return tuple(named[i] for i in range(len(parents)))
+    parents_by_order = {order[i]: -1 if p < 0 else order[p] for i, p in enumerate(parents)}
+    return tuple(parents_by_order[i] for i in range(len(parents)))
 
 
 def _case(

@@ -41,7 +41,7 @@ def _no_cache(row: Capabilities) -> str | None:
 
 def _first(*flaws: Flaw) -> Flaw:
     """Return the first flaw that a row has."""
-    return lambda row: next((why for flaw in flaws if (why := flaw(row))), None)
+    return lambda row: next((reason for flaw in flaws if (reason := flaw(row))), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ def templates(
     for ragged_case in (c for c in ragged if c.kind == kind):
         for dtype in dict.fromkeys((dtypes(rows)[0], dtypes(rows)[-1])):
             yield partial(_ragged, ragged_case, dtype, run_ragged)
-    beside = [_of_kind(case, kind) for case in case_catalog.RAGGED_BESIDE_NAN]
-    for ragged_case in (c for c in beside if c.kind == kind):
+    ragged_cases = [_of_kind(case, kind) for case in case_catalog.RAGGED_BESIDE_NAN]
+    for ragged_case in (c for c in ragged_cases if c.kind == kind):
         yield partial(_ragged, ragged_case, dtypes(rows)[-1], neighbours.ragged_beside_nan)
     if kind in LATENT_KINDS:
         prefix = _of_kind(case_catalog.PREFIX, kind)
@@ -127,8 +127,8 @@ def _sessions(kind: Kind, base: Point, finest: Point, passes: int) -> Iterator[T
 def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """Choose the first point whose dtype goes with the case's store on some row."""
     auto = case.kv_dtype == "auto"
-    able = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
-    return [point for point in options if point.dtype in able][:1] or [*options[:1]]
+    dtypes = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
+    return [point for point in options if point.dtype in dtypes][:1] or [*options[:1]]
 
 
 def _paged(case: Case, point: Point, row: Capabilities) -> Check:
@@ -153,7 +153,7 @@ def _needs_host_lengths(row: Capabilities) -> str | None:
 def _ragged(
     case: RaggedCase,
     dtype: str,
-    ask: Callable[[Bench, RaggedCase, str], Measure],
+    run: Callable[[Bench, RaggedCase, str], Measure],
     row: Capabilities,
 ) -> Check:
     case = adapted(case, row)
@@ -161,11 +161,11 @@ def _ragged(
         id=f"{case.feature}-{dtype}",
         feature=case.feature,
         cells=case.cells | ({"lse"} if row.lse else set()),
-        needs=replace(case.needs(dtype), lse=ask is metamorphic.prefix_in_chunks),
+        needs=replace(case.needs(dtype), lse=run is metamorphic.prefix_in_chunks),
         phases=(case.phase,),
-        run=lambda bench: ask(bench, case, dtype),
+        run=lambda bench: run(bench, case, dtype),
         flaw=_no_chunks if case.kind in LATENT_KINDS else _none,
-        asks=(case, dtype) if ask is run_ragged and case.kind != "dsa" else None,
+        asks=(case, dtype) if run is run_ragged and case.kind != "dsa" else None,
     )
 
 
@@ -220,9 +220,9 @@ _PROVES: dict[Relation, str] = {
 }
 
 
-def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabilities) -> Check:
+def _related(name: str, case: Case, point: Point, run: Relation, row: Capabilities) -> Check:
     case = adapted(case, row)
-    cell = _PROVES.get(ask)
+    cell = _PROVES.get(run)
     needs = replace(
         case.needs(point.dtype, point.page_size),
         lse=cell == "lse",
@@ -230,7 +230,7 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         shared_prefix=cell == "shared_prefix",
     )
     level = "decode" if case.mode is ForwardMode.DECODE else "uniform"
-    decodes_too = ask is metamorphic.then_decode
+    decodes_too = run is metamorphic.then_decode
     return Check(
         id=f"{name}-{point}",
         feature=name,
@@ -238,14 +238,14 @@ def _related(name: str, case: Case, point: Point, ask: Relation, row: Capabiliti
         needs=needs,
         phases=(Phase.PREFILL, Phase.DECODE) if decodes_too else case.phases,
         every=decodes_too,
-        run=lambda bench: ask(bench, case, point),
+        run=lambda bench: run(bench, case, point),
         layout=point.layout,
         flaw=_first(
             _no_cache,
             partial(_no_graph, level) if cell == "cuda_graph" else _none,
             _takes_numbers if case.tensor_scales else _none,
         ),
-        alone=ask is far_pages,
+        alone=run is far_pages,
     )
 
 
@@ -281,18 +281,18 @@ def _session(
     passes: int,
     row: Capabilities,
     *,
-    ask: Callable[..., Measure] = run_session,
+    run: Callable[..., Measure] = run_session,
 ) -> Check:
     case = adapted(RELATED[kind]["decode"], row)
     phases = tuple(p for p in (Phase.PREFILL, Phase.DECODE) if p in row.phases)
-    name = "session" if ask is run_session else "threads"
+    name = "session" if run is run_session else "threads"
     return Check(
         id=f"{name}-{store}-{point}" if store != "auto" else f"{name}-{point}",
         feature=name,
         cells=session_cells(row, store),
         needs=replace(case.needs(point.dtype, point.page_size), kv_cache_dtype=store),
         phases=phases or (Phase.PREFILL,),
-        run=lambda bench: ask(bench, case, point, store, passes=passes),
+        run=lambda bench: run(bench, case, point, store, passes=passes),
         layout=point.layout,
         flaw=_no_cache,
     )

@@ -25,25 +25,25 @@ def far_pages(bench: Bench, case: Case, point: Point) -> Measure:
 
     Raises unittest.SkipTest, which pytest takes for a skip, where there is no such memory.
     """
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     pools = [t for t, _ in inputs.cache.parts()]
     first = BEYOND // min(t[0].numel() for t in pools) + 1
     needed = sum((first + len(t)) * t[0].nbytes for t in pools)
     refuse_memory(bench.torch_device, needed)
     try:
-        return _attended(bench, case, point, with_far_pages(inputs, point, first), right)
+        return _attended(bench, case, point, with_far_pages(inputs, point, first), reference)
     except torch.OutOfMemoryError as error:
-        lack = str(error)
+        message = str(error)
     finally:  # other processes run checks on the same device
         if bench.torch_device.type != "cpu":
             torch.get_device_module(bench.torch_device).empty_cache()
-    raise unittest.SkipTest(f"a pool of {needed >> 20} MiB: {lack}")
+    raise unittest.SkipTest(f"a pool of {needed >> 20} MiB: {message}")
 
 
-def _attended(bench: Bench, case: Case, point: Point, inputs: Inputs, right: Answer) -> Measure:
-    got = attend(create(bench, case, inputs, point), inputs, cache=inputs.cache)
+def _attended(bench: Bench, case: Case, point: Point, inputs: Inputs, reference: Answer) -> Measure:
+    actual = attend(create(bench, case, inputs, point), inputs, cache=inputs.cache)
     return compare(
-        got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output from far pages"
+        actual, reference, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output from far pages"
     )
 
 
@@ -63,8 +63,8 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
     def far(t: Tensor) -> Tensor:
         new = t.new_empty(first + len(t), *t.shape[1:])
         packed = inputs.cache.latent_dim > 0  # there every byte is part of a NaN
-        bad = torch.tensor(0xFF) if packed else raw(poison(point.dtype, (1,), large=False))
-        raw(new)[: 2 * len(t)] = bad.to(t.device)
+        poison_value = torch.tensor(0xFF) if packed else raw(poison(point.dtype, (1,), large=False))
+        raw(new)[: 2 * len(t)] = poison_value.to(t.device)
         raw(new)[first:] = raw(t)
         return new
 
@@ -82,11 +82,13 @@ def with_far_pages(inputs: Inputs, point: Point, first: int) -> Inputs:
         indexer = dataclasses.replace(
             indexer, topk_indices=torch.where(old >= size, old + first * size, old)
         )
-    moved = LayerCache(
+    far_cache = LayerCache(
         k=far(cache.k),
         v=None if cache.v is None else far(cache.v),
         latent_dim=cache.latent_dim,
         layout=cache.layout,
     )
     batch = dataclasses.replace(inputs.batch, views={"full": view})
-    return dataclasses.replace(inputs, cache=moved, after=moved, batch=batch, indexer=indexer)
+    return dataclasses.replace(
+        inputs, cache=far_cache, after=far_cache, batch=batch, indexer=indexer
+    )

@@ -112,16 +112,16 @@ class _Seen:
     """What a pass returned, and what is right."""
 
     place: str
-    got: Tensor
+    actual: Tensor
     truth: Tensor
-    near: Tensor
+    baseline: Tensor
 
 
-_NUMBERS = ("got", "truth", "near")
+_NUMBERS = ("actual", "truth", "baseline")
 
 
-def _error(got: Tensor, truth: Tensor) -> float:
-    return (got.double() - truth).abs().nan_to_num(nan=torch.inf).max().item()
+def _error(actual: Tensor, truth: Tensor) -> float:
+    return (actual.double() - truth).abs().nan_to_num(nan=torch.inf).max().item()
 
 
 class _Session:
@@ -160,11 +160,11 @@ class _Session:
         for request in [r for r in server.requests if r.length > LONGEST]:
             server.release(request)
         while True:
-            wish = self._wish(mode)
+            planned = self._wish(mode)
             try:
-                return self._run(wish, f"pass {number} ({wish.mode.value})")
+                return self._run(planned, f"pass {number} ({planned.mode.value})")
             except OutOfPagesError:
-                for request in wish.requests:  # those that only began, and branches
+                for request in planned.requests:  # those that only began, and branches
                     if not request.length or request not in server.requests:
                         server.release(request)
                 if server.requests:
@@ -173,13 +173,15 @@ class _Session:
     def verdict(self) -> Measure:
         """Compare all that was seen; one pass has too few numbers for a budget of its own."""
         errors = []
-        for what, seen in self._seen.items():
-            rounding = torch.float32 if what.endswith("LSE") else TORCH_DTYPES[self._point.dtype]
-            got, truth, near = (torch.cat([getattr(s, x) for s in seen]) for x in _NUMBERS)
+        for name, records in self._seen.items():
+            rounding = torch.float32 if name.endswith("LSE") else TORCH_DTYPES[self._point.dtype]
+            actual, truth, baseline = (
+                torch.cat([getattr(s, x) for s in records]) for x in _NUMBERS
+            )
             try:
-                errors.append(within_budget(what, got, truth, near, rounding))
+                errors.append(within_budget(name, actual, truth, baseline, rounding))
             except CheckFailed as error:
-                first = max(seen, key=lambda s: _error(s.got, s.truth))
+                first = max(records, key=lambda s: _error(s.actual, s.truth))
                 raise CheckFailed(f"{error}; worst in {first.place}") from error
         return worst(errors)
 
@@ -188,8 +190,8 @@ class _Session:
         if mode is M.IDLE:
             return _Wish(mode=mode, requests=(), news=())
         if not server.requests or mode is M.EXTEND:
-            older = rng.sample(server.requests, min(1, len(server.requests)))
-            chosen = [*older, *(server.begin() for _ in range(rng.randint(1, 2)))]
+            existing = rng.sample(server.requests, min(1, len(server.requests)))
+            chosen = [*existing, *(server.begin() for _ in range(rng.randint(1, 2)))]
             return _Wish(mode=M.EXTEND, requests=chosen, news=[rng.randint(1, 40) for _ in chosen])
         chosen = rng.sample(server.requests, rng.randint(1, len(server.requests)))
         if mode is M.DRAFT_DECODE and _drafts(self._row) > 1:
@@ -201,62 +203,62 @@ class _Session:
                 trees = [self._tree() for _ in chosen]
             return _Wish(mode=mode, requests=chosen, news=[DRAFTS] * len(chosen), trees=trees)
         longest = {M.MIXED: 20, M.DRAFT_EXTEND: 3}.get(mode, 1)
-        news = [rng.randint(1, longest) if rng.random() < 0.5 else 1 for _ in chosen]
-        return _Wish(mode=mode, requests=chosen, news=news)
+        query_lens = [rng.randint(1, longest) if rng.random() < 0.5 else 1 for _ in chosen]
+        return _Wish(mode=mode, requests=chosen, news=query_lens)
 
     def _tree(self) -> Parents:
         seed = self._rng.randrange(1 << 30)
         return renamed(random_tree(DRAFTS, seed), seed)
 
-    def _run(self, wish: _Wish, place: str) -> None:
+    def _run(self, planned: _Wish, place: str) -> None:
         server, rng = self._server, self._rng
-        served = _PHASE.get(wish.mode) in (None, *self._row.phases)
+        phase_served = _PHASE.get(planned.mode) in (None, *self._row.phases)
         step = server.prepare(
-            wish.mode,
-            wish.requests,
-            wish.news,
-            trees=wish.trees,
-            padding=rng.randint(1, 3) if rng.random() < 0.3 and wish.requests else 0,
+            planned.mode,
+            planned.requests,
+            planned.news,
+            trees=planned.trees,
+            padding=rng.randint(1, 3) if rng.random() < 0.3 and planned.requests else 0,
         )
-        metadata = server.dispatcher.init_forward_metadata(step.batch) if served else None
+        metadata = server.dispatcher.init_forward_metadata(step.batch) if phase_served else None
         self._pause()
         for index, layer in enumerate(server.layers):
-            if not served:
+            if not phase_served:
                 server.write(step, index)
                 server.record(step, index)
                 continue
             return_lse = self._row.lse and rng.random() < 0.5
             q = step.q[index]
-            got = server.dispatcher.forward(
+            actual = server.dispatcher.forward(
                 q, step.k[index], step.v[index], layer, step.batch, metadata, return_lse=return_lse
             )
             self._pause()
             shape = (step.batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
             try:
-                out, lse = returned(got, shape, q.dtype, out=None, return_lse=return_lse)
+                out, lse = returned(actual, shape, q.dtype, out=None, return_lse=return_lse)
             except CheckFailed as error:
                 raise CheckFailed(f"{place}, layer {index}: {error}") from error
             server.record(step, index)
-            if wish.requests:
+            if planned.requests:
                 self._note(step, index, place, out, lse)
-        self._settle(wish)
+        self._settle(planned)
 
     def _note(self, step: Step, index: int, place: str, out: Tensor, lse: Tensor | None) -> None:
         """Keep some tokens of each request, the last and one more, beside what is right."""
-        layer, at, rows = self._server.layers[index], 0, []
+        layer, start, rows = self._server.layers[index], 0, []
         truths: list[tuple[Tensor, Tensor]] = []
-        nears: list[tuple[Tensor, Tensor]] = []
+        baselines: list[tuple[Tensor, Tensor]] = []
         for b, (request, n) in enumerate(zip(step.requests, step.news, strict=True)):
             picked = sorted({n - 1, self._rng.randrange(n)})
-            rows += [at + i for i in picked]
+            rows += [start + i for i in picked]
             kinds = (
                 (torch.float64, truths, None),
-                (TORCH_DTYPES[self._point.dtype], nears, self._rounds),
+                (TORCH_DTYPES[self._point.dtype], baselines, self._rounds),
             )
-            for exact, answers, rounds in kinds:
-                answers.append(
+            for exact, outputs, rounds in kinds:
+                outputs.append(
                     attend_request(
-                        step.q[index][at : at + n].cpu(),
+                        step.q[index][start : start + n].cpu(),
                         request.keys[index],
                         request.values[index],
                         dtype=exact,
@@ -270,19 +272,19 @@ class _Session:
                         rounds=rounds,
                     )
                 )
-            at += n
-        for i, (what, got) in enumerate((("output", out), ("LSE", lse))):
-            if got is not None:
-                truth, near = (torch.cat([pair[i] for pair in a]) for a in (truths, nears))
-                seen = _Seen(place, got[rows].detach().cpu(), truth, near)
-                self._seen.setdefault(f"layer {index}, {what}", []).append(seen)
+            start += n
+        for i, (name, actual) in enumerate((("output", out), ("LSE", lse))):
+            if actual is not None:
+                truth, baseline = (torch.cat([pair[i] for pair in a]) for a in (truths, baselines))
+                record = _Seen(place, actual[rows].detach().cpu(), truth, baseline)
+                self._seen.setdefault(f"layer {index}, {name}", []).append(record)
 
-    def _settle(self, wish: _Wish) -> None:
+    def _settle(self, planned: _Wish) -> None:
         """Keep the accepted drafts, end the branches, give back what lies behind the window."""
         server, rng = self._server, self._rng
-        for b, request in enumerate(wish.requests):
-            if wish.mode is M.TARGET_VERIFY:
-                parents = wish.trees[b] if wish.trees else tuple(range(-1, DRAFTS - 1))
+        for b, request in enumerate(planned.requests):
+            if planned.mode is M.TARGET_VERIFY:
+                parents = planned.trees[b] if planned.trees else tuple(range(-1, DRAFTS - 1))
                 path: list[int] = []
                 node = rng.randrange(-1, DRAFTS)
                 while node >= 0:

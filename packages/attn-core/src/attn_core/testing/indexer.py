@@ -107,8 +107,8 @@ def draw_indexer(
         index = torch.cat(parts, 1).contiguous()
     topk_indices = torch.full((total, case.index_topk), -1, dtype=torch.int32)
     selected = []
-    for request, token, seen in visible(case):
-        scores = index_scores(q_index[token], weights[token], keys[request][:seen])
+    for request, token, num_visible in visible(case):
+        scores = index_scores(q_index[token], weights[token], keys[request][:num_visible])
         positions = select(scores, case.index_topk)
         page, offset = placed.slots[request]
         slots = page[positions] * page_size + offset[positions]

@@ -147,7 +147,7 @@ def make_inputs(
     keys = side(case.dims[0], case.k_scale)
     values = side(case.dims[1], case.v_scale) if case.kind == "mha" else None
     of_v = case.tensor_scales and values is not None
-    after = LayerCache(
+    written = LayerCache(
         k=keys.pool,
         v=None if values is None else values.pool,
         k_scale=torch.tensor([case.k_scale]) if case.tensor_scales else case.k_scale,
@@ -162,7 +162,7 @@ def make_inputs(
     if case.index_topk:
         draw = torch.Generator().manual_seed(seed + 2)
         index, indexer = draw_indexer(case, placed, page_size, dtype, draw)
-        after = dataclasses.replace(after, index=index)
+        written = dataclasses.replace(written, index=index)
     layer = make_layer(case, rng, scale_by=case.scale_by, cross=cross)
     batch = _batch(case, placed, page_size)
     truth_k = keys.truth
@@ -173,14 +173,14 @@ def make_inputs(
         k = _new_tokens(case, truth_k, batch.num_tokens, dtype)
         v = None if values is None else _new_tokens(case, truth_v, batch.num_tokens, dtype)
     rows = q.flatten(1, -2)  # the queries of dual chunk attention are heads of one projection
-    rows, *rest = restrided(case.strides, [x for x in (rows, k, v) if x is not None])
+    rows, *others = restrided(case.strides, [x for x in (rows, k, v) if x is not None])
     q = rows.view(q.shape)
-    k = None if k is None else rest[0]
-    v = None if v is None else rest[1]
+    k = None if k is None else others[0]
+    v = None if v is None else others[1]
     return Inputs(
         layer=layer,
-        cache=_before(after, stored, case, placed) if writes else after,
-        after=after,
+        cache=_before(written, stored, case, placed) if writes else written,
+        after=written,
         batch=batch,
         q=q,
         k=k,
@@ -233,18 +233,24 @@ def _new_tokens(case: Case, truth: Sequence[Tensor], total: int, dtype: torch.dt
     return torch.cat([new, padding]).to(dtype)
 
 
-def _before(after: LayerCache, stored: str, case: Case, placed: Placement) -> LayerCache:
+def _before(written: LayerCache, stored: str, case: Case, placed: Placement) -> LayerCache:
     """Return the cache with poison where the new tokens of this pass belong."""
-    fresh = clone_cache(after)
+    unwritten = clone_cache(written)
     ends = [(p[-n:], o[-n:]) for (p, o), n in zip(placed.slots, case.query_lens, strict=True) if n]
     page, offset = (torch.cat(x) for x in zip(*ends, strict=True))
-    for pool, blocks in ((fresh.k, 0), (fresh.v, 0), *((b, 1) for b in fresh.block_scales or ())):
+    for pool, blocks in (
+        (unwritten.k, 0),
+        (unwritten.v, 0),
+        *((b, 1) for b in unwritten.block_scales or ()),
+    ):
         if pool is None:
             continue
-        tokens = pool.transpose(1, 2) if after.layout == "HND" else pool
-        bad = poison_blocks((1,), large=False) if blocks else poison(stored, (1,), large=False)
-        raw(tokens)[page, offset] = raw(bad)
-    return fresh
+        tokens = pool.transpose(1, 2) if written.layout == "HND" else pool
+        poison_value = (
+            poison_blocks((1,), large=False) if blocks else poison(stored, (1,), large=False)
+        )
+        raw(tokens)[page, offset] = raw(poison_value)
+    return unwritten
 
 
 def clone_cache(cache: LayerCache) -> LayerCache:
@@ -277,7 +283,7 @@ def _moved(t: Tensor, device: torch.device) -> Tensor:
     if t.is_contiguous():
         return t.to(device)
     elements = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    fresh = torch.zeros(max(elements, 0), dtype=t.dtype, device=device)
-    view = fresh.as_strided(t.shape, t.stride())
+    storage = torch.zeros(max(elements, 0), dtype=t.dtype, device=device)
+    view = storage.as_strided(t.shape, t.stride())
     view.copy_(t)
     return view

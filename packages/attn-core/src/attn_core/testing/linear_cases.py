@@ -149,11 +149,11 @@ class LinearCase:
 
         Slot 0 and the last one too: a -1 that is clamped or wraps finds them.
         """
-        live, written = {0, self.num_slots - 1}, set[int]()
+        in_use, written = {0, self.num_slots - 1}, set[int]()
         for p in self.passes:
-            live |= {s for i, s in enumerate(p.slots) if s >= 0 and i not in p.fresh} - written
+            in_use |= {s for i, s in enumerate(p.slots) if s >= 0 and i not in p.fresh} - written
             written |= {*p.writes, *(p.checkpoint_slots or ())}
-        return frozenset(live)
+        return frozenset(in_use)
 
 
 @dataclass(frozen=True, kw_only=True)

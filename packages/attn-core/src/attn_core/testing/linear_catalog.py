@@ -173,8 +173,8 @@ def _dims(dims: tuple[int, int], row: Capabilities) -> tuple[int, int]:
         return dims
     if row.head_dim_pairs:
         return min(row.head_dim_pairs, key=lambda d: (d[0] * d[1], d))
-    able = sorted(row.head_dims) or [dims[0]]
-    k = next((d for d in able if d >= dims[0]), able[-1])
+    head_dims = sorted(row.head_dims) or [dims[0]]
+    k = next((d for d in head_dims if d >= dims[0]), head_dims[-1])
     return k, k
 
 

@@ -31,17 +31,17 @@ def linear_templates(
             yield partial(_check, case, point, run_linear_case)
     plain = LinearCase(feature="", kind=kind, passes=())
     finest, coarsest = (points(plain, rows)[i] for i in (0, -1))
-    for ask, prefix, named in (
+    for run, prefix, cases in (
         (twice, "twice", TWICE), (replayed, "graph", GRAPHS), (far_slots, "far-slots", FAR)
     ):  # fmt: skip
-        for name, pass_ in named.items():
+        for name, pass_ in cases.items():
             case = replace(plain, feature=f"{prefix}-{name}", passes=(pass_,), num_layers=2)
-            yield partial(_check, case, coarsest, ask)
+            yield partial(_check, case, coarsest, run)
     for point in dict.fromkeys((finest, coarsest)):
         yield partial(_session, plain, point, passes // 4)
 
 
-def _check(case: LinearCase, point: LinearPoint, ask: Relation, row: Capabilities) -> Check:
+def _check(case: LinearCase, point: LinearPoint, run: Relation, row: Capabilities) -> Check:
     case = adapted(case, row)
     flaws = [_states(point.state_dtype)]
     if any(p.slots_out is not None for p in case.passes):
@@ -50,35 +50,35 @@ def _check(case: LinearCase, point: LinearPoint, ask: Relation, row: Capabilitie
         flaws.append(_checkpoints)
     if any(p.device_lengths for p in case.passes):
         flaws.append(_device_lengths)
-    if ask is replayed:
+    if run is replayed:
         flaws.append(_graphs("decode" if ForwardMode.DECODE in case.modes else "uniform"))
-    if ask is twice:
+    if run is twice:
         flaws.append(_deterministic)
     return Check(
         id=f"{case.feature}-{point}",
         feature=case.feature,
         cells=case.cells,
-        needs=case.needs(point.dtype, deterministic=ask is twice),
+        needs=case.needs(point.dtype, deterministic=run is twice),
         phases=case.phases,
-        run=lambda bench: ask(bench, case, point),
+        run=lambda bench: run(bench, case, point),
         every=case.every_phase,
-        flaw=lambda row: next((why for flaw in flaws if (why := flaw(row))), None),
-        alone=ask is far_slots,
+        flaw=lambda row: next((reason for flaw in flaws if (reason := flaw(row))), None),
+        alone=run is far_slots,
     )
 
 
 def _session(case: LinearCase, point: LinearPoint, passes: int, row: Capabilities) -> Check:
     """Ask for a random session of whatever the row declares."""
-    drawn = random_passes(row, passes=passes)
-    session = replace(case, feature="session", passes=drawn, num_layers=2, num_slots=12)
+    generated = random_passes(row, passes=passes)
+    session = replace(case, feature="session", passes=generated, num_layers=2, num_slots=12)
     session = replace(session, gate="softplus", qk_norm=True)
     return _check(session, point, run_linear_case, row)
 
 
 def _states(dtype: str) -> Flaw:
     def flaw(row: Capabilities) -> str | None:
-        able = ", ".join(sorted(row.kv_dtypes))
-        return None if dtype in row.kv_dtypes else f"states in {dtype} (supports {able})"
+        supported = ", ".join(sorted(row.kv_dtypes))
+        return None if dtype in row.kv_dtypes else f"states in {dtype} (supports {supported})"
 
     return flaw
 

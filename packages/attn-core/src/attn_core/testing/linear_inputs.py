@@ -100,8 +100,8 @@ def draw(
 
 def _among_others(x: Tensor) -> Tensor:
     """Return x as a slice of a wider tensor of NaN."""
-    wide = x.new_full((x.shape[0], 2, *x.shape[1:]), torch.nan)
-    return wide[:, 1].copy_(x)
+    storage = x.new_full((x.shape[0], 2, *x.shape[1:]), torch.nan)
+    return storage[:, 1].copy_(x)
 
 
 def make_batch(pass_: LinearPass, device: torch.device) -> ForwardBatch:
@@ -116,7 +116,7 @@ def make_batch(pass_: LinearPass, device: torch.device) -> ForwardBatch:
         if pass_.trees is not None:
             mask = torch.stack([tree_mask(t) for t in pass_.trees]).to(device)
         spec = SpecInfo(topk=pass_.topk, num_draft_tokens=pass_.drafts, tree_mask=mask)
-    fresh = torch.tensor([i in pass_.fresh for i in range(len(lens))], device=device)
+    state_fresh = torch.tensor([i in pass_.fresh for i in range(len(lens))], device=device)
     batch = ForwardBatch(
         forward_mode=pass_.mode,
         cu_seqlens_q=torch.tensor([0, *lens]).cumsum(0).int().to(device),
@@ -126,7 +126,7 @@ def make_batch(pass_: LinearPass, device: torch.device) -> ForwardBatch:
         state_slots=int32(pass_.slots),
         query_lens_host=lens,
         state_slots_out=int32(pass_.slots_out),
-        state_fresh=fresh if pass_.fresh else None,
+        state_fresh=state_fresh if pass_.fresh else None,
         checkpoint_slots=int32(pass_.checkpoint_slots),
     )
     return without_host_lengths(batch) if pass_.device_lengths else batch

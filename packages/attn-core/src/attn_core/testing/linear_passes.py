@@ -62,11 +62,11 @@ class LinearEngine:
 
     def step(self, pass_: LinearPass) -> Measure:
         """Run a pass on new inputs, commit what it says, and compare."""
-        tensors, before = self.draw(pass_), self.memory.copy()
+        tensors, old_memory = self.draw(pass_), self.memory.copy()
         batch = make_batch(pass_, self.device)
         parts = self.routes.plan(batch)
         self.outputs = [self.attend(i, x, batch, parts) for i, x in enumerate(tensors)]
-        return self.check(pass_, tensors, self.outputs, before, batch, parts)
+        return self.check(pass_, tensors, self.outputs, old_memory, batch, parts)
 
     def draw(self, pass_: LinearPass) -> list[list[Tensor]]:
         """Draw the inputs of every layer, on the host."""
@@ -89,7 +89,7 @@ class LinearEngine:
         pass_: LinearPass,
         tensors: Sequence[Sequence[Tensor]],
         outs: Sequence[Tensor],
-        before: PoolMemory,
+        old_memory: PoolMemory,
         batch: ForwardBatch,
         parts: tuple[LinearPart, ...],
     ) -> Measure:
@@ -98,23 +98,23 @@ class LinearEngine:
         A verify pass must leave the states alone; then it is committed, with NaN in whatever was
         not accepted.
         """
-        name, right = pass_.mode.value, self.answers(pass_, tensors, before)
-        measures = [Measure(), *self._outputs(pass_, outs, right)]
+        name, reference = pass_.mode.value, self.answers(pass_, tensors, old_memory)
+        measures = [Measure(), *self._outputs(pass_, outs, reference)]
         slots = [s for s in pass_.writes if s >= 0]
         if not pass_.drafts:
             saved = [s for s in pass_.checkpoint_slots or () if s >= 0]
-            self.memory.require_kept(before, name, states=[*slots, *saved])
-            return worst([*measures, *self._states(pass_, right)])
-        self.memory.require_kept(before, name, states=(), records=slots)
+            self.memory.require_kept(old_memory, name, states=[*slots, *saved])
+            return worst([*measures, *self._states(pass_, reference)])
+        self.memory.require_kept(old_memory, name, states=(), records=slots)
         if pass_.accepted is not None:
             self._reject(pass_)
-            before = self.memory.copy()
+            old_memory = self.memory.copy()
             accepted = torch.tensor(pass_.accepted, dtype=torch.int32, device=self.device)
             self.routes.commit(batch, parts, accepted)
             pairs = zip(pass_.writes, pass_.accepted, strict=True)
-            taken = [s for s, draft in pairs if s >= 0 and draft >= 0]
-            self.memory.require_kept(before, "commit", states=taken, records=slots)
-            measures += self._states(pass_, right)
+            committed = [s for s, draft in pairs if s >= 0 and draft >= 0]
+            self.memory.require_kept(old_memory, "commit", states=committed, records=slots)
+            measures += self._states(pass_, reference)
         for slot in slots:  # no later pass has anything to do with these drafts
             poison_records(self.memory.pool, slot, range(self.memory.pool.num_drafts))
         return worst(measures)
@@ -124,22 +124,22 @@ class LinearEngine:
         assert pass_.accepted is not None
         chain = tuple(range(-1, pass_.drafts - 1))
         for r, (slot, draft) in enumerate(zip(pass_.writes, pass_.accepted, strict=True)):
-            seen = tree_mask(pass_.parents(r) or chain)
-            path = seen[draft].tolist() if draft >= 0 else [False] * pass_.drafts
+            visible = tree_mask(pass_.parents(r) or chain)
+            path = visible[draft].tolist() if draft >= 0 else [False] * pass_.drafts
             if slot >= 0:
                 rejected = [i for i, on_path in enumerate(path) if not on_path]
                 poison_records(self.memory.pool, slot, rejected)
 
     def answers(
-        self, pass_: LinearPass, tensors: Sequence[Sequence[Tensor]], before: PoolMemory
+        self, pass_: LinearPass, tensors: Sequence[Sequence[Tensor]], old_memory: PoolMemory
     ) -> list[list[Right | None]]:
         """Return what is right per layer and request, None for padding."""
-        dtype, answers = TORCH_DTYPES[self.point.dtype], []
+        dtype, results = TORCH_DTYPES[self.point.dtype], []
         for i, layer in enumerate(self.layers):
-            states, first = before.pool.states.state[i], 0
+            states, first = old_memory.pool.states.state[i], 0
             per_request: list[Right | None] = []
             for r, n in enumerate(pass_.query_lens):
-                q, k, v, g, beta = own = [x[first : first + n] for x in tensors[i]]
+                q, k, v, g, beta = inputs = [x[first : first + n] for x in tensors[i]]
                 first += n
                 if pass_.slots[r] < 0:
                     per_request.append(None)
@@ -147,45 +147,47 @@ class LinearEngine:
                 start = states[pass_.slots[r]].cpu()
                 start = torch.zeros_like(start) if r in pass_.fresh else start
                 parents = pass_.parents(r)
-                out, after = delta_rule(q, k, v, g, beta, layer, start, parents)
+                out, states_after = delta_rule(q, k, v, g, beta, layer, start, parents)
                 tokens = {t for t, _ in _stored(pass_, r)}
-                truth = out, {t: after[t] if n else start.double() for t in tokens}
-                per_request.append((truth, yardstick(own, layer, start, dtype, parents, truth)))
-            answers.append(per_request)
-        return answers
+                truth = out, {t: states_after[t] if n else start.double() for t in tokens}
+                per_request.append((truth, yardstick(inputs, layer, start, dtype, parents, truth)))
+            results.append(per_request)
+        return results
 
     def _outputs(
-        self, pass_: LinearPass, outs: Sequence[Tensor], right: Sequence[Sequence[Right | None]]
+        self, pass_: LinearPass, outs: Sequence[Tensor], reference: Sequence[Sequence[Right | None]]
     ) -> list[Measure]:
         """Compare the outputs of each layer, but for those of padding."""
         dtype, measures = TORCH_DTYPES[self.point.dtype], []
-        for layer, out, answers in zip(self.layers, outs, right, strict=True):
-            pairs = zip(torch.split(out, [*pass_.query_lens]), answers, strict=True)
-            found = [(x, *answer) for x, answer in pairs if answer is not None]
-            if found:
-                got = torch.cat([x for x, _, _ in found])
-                truth, near = (torch.cat([x[i][0] for x in found]) for i in (1, 2))
+        for layer, out, layer_answers in zip(self.layers, outs, reference, strict=True):
+            pairs = zip(torch.split(out, [*pass_.query_lens]), layer_answers, strict=True)
+            present = [(x, *answer) for x, answer in pairs if answer is not None]
+            if present:
+                actual = torch.cat([x for x, _, _ in present])
+                truth, baseline = (torch.cat([x[i][0] for x in present]) for i in (1, 2))
                 name = f"{pass_.mode.value}, layer {layer.layer_id}: output"
-                measures.append(within_budget(name, got, truth, near, dtype))
+                measures.append(within_budget(name, actual, truth, baseline, dtype))
         return measures
 
-    def _states(self, pass_: LinearPass, right: Sequence[Sequence[Right | None]]) -> list[Measure]:
+    def _states(
+        self, pass_: LinearPass, reference: Sequence[Sequence[Right | None]]
+    ) -> list[Measure]:
         """Compare the states that the requests of a layer have written, and the checkpoints."""
         store, measures = TORCH_DTYPES[self.point.state_dtype], []
         for i, layer in enumerate(self.layers):
-            places, truths, nears = list[int](), list[Tensor](), list[Tensor]()
-            for r, answer in enumerate(right[i]):
+            places, truths, baselines = list[int](), list[Tensor](), list[Tensor]()
+            for r, answer in enumerate(reference[i]):
                 if answer is not None:
-                    (_, after), (_, near_after) = answer
+                    (_, states), (_, near_after) = answer
                     for token, slot in _stored(pass_, r):
                         places.append(slot)
-                        truths.append(after[token])
-                        nears.append(near_after[token])
+                        truths.append(states[token])
+                        baselines.append(near_after[token])
             if places:
                 name = f"{pass_.mode.value}, layer {layer.layer_id}: states in slots {places}"
-                got = self.memory.pool.states.state[i, places]
-                truth, near = torch.stack(truths), torch.stack(nears)
-                measures.append(within_budget(name, got, truth, near, store))
+                actual = self.memory.pool.states.state[i, places]
+                truth, baseline = torch.stack(truths), torch.stack(baselines)
+                measures.append(within_budget(name, actual, truth, baseline, store))
         return measures
 
 

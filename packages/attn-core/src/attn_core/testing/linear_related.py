@@ -26,11 +26,11 @@ from attn_core.testing.tolerance import Measure, require, worst
 def twice(bench: Bench, case: LinearCase, point: LinearPoint) -> Measure:
     """A row that declares `deterministic` gives the same bits again, in a new backend too."""
     [pass_] = case.passes
-    first, again = (LinearEngine(bench, case, point) for _ in range(2))
-    measures = [first.step(pass_), again.step(pass_)]
-    same = all(map(torch.equal, first.outputs, again.outputs))
+    first, second = (LinearEngine(bench, case, point) for _ in range(2))
+    measures = [first.step(pass_), second.step(pass_)]
+    same = all(map(torch.equal, first.outputs, second.outputs))
     require(same, "not deterministic: the same pass gave other bits")
-    again.memory.require_kept(first.memory, "not deterministic, the same pass again", states=())
+    second.memory.require_kept(first.memory, "not deterministic, the same pass again", states=())
     return worst(measures)
 
 
@@ -65,19 +65,19 @@ def replayed(bench: Bench, case: LinearCase, point: LinearPoint) -> Measure:
     replay, _ = captured(run, engine.device)
     measures = []
     for changed in passes:
-        tensors, before = engine.draw(changed), engine.memory.copy()
+        tensors, old_memory = engine.draw(changed), engine.memory.copy()
         out_too = changed if separate is None else replace(changed, slots_out=changed.writes)
         batch = make_batch(out_too, engine.device)
         _refill(static, batch)
-        for own, new in zip(inputs, tensors, strict=True):
-            for x, y in zip(own, new, strict=True):
+        for static_input, source in zip(inputs, tensors, strict=True):
+            for x, y in zip(static_input, source, strict=True):
                 x.copy_(y)
         for out in outs:
             out.fill_(torch.nan)
         engine.routes.replay(static, parts)
         replay()
         plan = engine.routes.plan(batch)
-        measures.append(engine.check(changed, tensors, outs, before, batch, plan))
+        measures.append(engine.check(changed, tensors, outs, old_memory, batch, plan))
     return worst(measures)
 
 
@@ -88,9 +88,9 @@ def _refill(static: ForwardBatch, batch: ForwardBatch) -> None:
         assert batch.spec.tree_mask is not None
         static.spec.tree_mask.copy_(batch.spec.tree_mask)
     for name in ("state_slots", "state_slots_out", "state_fresh"):
-        own, new = getattr(static, name), getattr(batch, name)
-        if own is not None:
-            own.copy_(torch.zeros_like(own) if new is None else new)
+        target, source = getattr(static, name), getattr(batch, name)
+        if target is not None:
+            target.copy_(torch.zeros_like(target) if source is None else source)
 
 
 def far_slots(bench: Bench, case: LinearCase, point: LinearPoint) -> Measure:
@@ -109,24 +109,24 @@ def far_slots(bench: Bench, case: LinearCase, point: LinearPoint) -> Measure:
     try:
         return _far_away(LinearEngine(bench, case, point), pass_, first)
     except torch.OutOfMemoryError as error:
-        lack = str(error)
+        message = str(error)
     finally:  # other processes run checks on the same device
         if bench.torch_device.type != "cpu":
             torch.get_device_module(bench.torch_device).empty_cache()
-    raise unittest.SkipTest(f"a pool of {needed >> 20} MiB: {lack}")
+    raise unittest.SkipTest(f"a pool of {needed >> 20} MiB: {message}")
 
 
 def _far_away(engine: LinearEngine, pass_: LinearPass, first: int) -> Measure:
     """Run a pass over the last slots of a large pool, `first` and on; the first ones are poison."""
-    near = engine.memory.pool.states.state
-    whole = near.new_empty(1, first + near.shape[1], *near.shape[2:])
-    whole[:, : 2 * near.shape[1]] = torch.nan
-    whole[:, first:] = near
-    last, ids = whole[:, first:], engine.memory.pool.layer_ids
+    pool_state = engine.memory.pool.states.state
+    storage = pool_state.new_empty(1, first + pool_state.shape[1], *pool_state.shape[2:])
+    storage[:, : 2 * pool_state.shape[1]] = torch.nan
+    storage[:, first:] = pool_state
+    last, ids = storage[:, first:], engine.memory.pool.layer_ids
     engine.memory = PoolMemory(StatePool.of(ids, StateCache(state=last)), {"state": last})
-    engine.routes = LinearRoutes(engine.routes.routes, StatePool.of(ids, StateCache(state=whole)))
+    engine.routes = LinearRoutes(engine.routes.routes, StatePool.of(ids, StateCache(state=storage)))
     batch = make_batch(replace(pass_, slots=tuple(s + first for s in pass_.slots)), engine.device)
-    tensors, before = engine.draw(pass_), engine.memory.copy()
+    tensors, old_memory = engine.draw(pass_), engine.memory.copy()
     parts = engine.routes.plan(batch)
     outs = [engine.attend(0, tensors[0], batch, parts)]
-    return engine.check(pass_, tensors, outs, before, batch, parts)
+    return engine.check(pass_, tensors, outs, old_memory, batch, parts)

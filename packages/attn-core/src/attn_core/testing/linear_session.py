@@ -17,29 +17,31 @@ MOST_TOKENS = 80
 
 def random_passes(row: Capabilities, *, passes: int, seed: int = 1) -> tuple[LinearPass, ...]:
     """Draw passes of mixed modes over 12 slots; the first of a request starts from zeros."""
-    rng, live, drawn = random.Random(seed), set[int](), list[LinearPass]()
+    rng, in_use, passes_drawn = random.Random(seed), set[int](), list[LinearPass]()
     modes = [ForwardMode.EXTEND, ForwardMode.MIXED] if Phase.PREFILL in row.phases else []
     modes += [ForwardMode.DECODE] * (2 if Phase.DECODE in row.phases else 0)
     modes = [x for x in modes if x is not ForwardMode.MIXED or Phase.DECODE in row.phases]
     modes += [ForwardMode.TARGET_VERIFY] * (2 if row.max_verify_topk else 0)
     for _ in range(passes):
-        pass_ = _drawn(row, rng, rng.choice(modes), live)
-        drawn.append(pass_)
+        pass_ = _drawn(row, rng, rng.choice(modes), in_use)
+        passes_drawn.append(pass_)
         written = {s for s in (*pass_.writes, *(pass_.checkpoint_slots or ())) if s >= 0}
         if pass_.drafts and pass_.accepted is not None:
             pairs = zip(pass_.writes, pass_.accepted, strict=True)
             written = {s for s, draft in pairs if s >= 0 and draft >= 0}
         elif pass_.drafts:
             written = set()
-        live |= written
+        in_use |= written
         if rng.random() < 0.2:  # a request ends, and its slot is another's
-            live -= {rng.choice(SLOTS)}
-    return tuple(drawn)
+            in_use -= {rng.choice(SLOTS)}
+    return tuple(passes_drawn)
 
 
-def _drawn(row: Capabilities, rng: random.Random, mode: ForwardMode, live: set[int]) -> LinearPass:
+def _drawn(
+    row: Capabilities, rng: random.Random, mode: ForwardMode, in_use: set[int]
+) -> LinearPass:
     slots = rng.sample(SLOTS, rng.randint(1, 5))
-    fresh = tuple(i for i, s in enumerate(slots) if s not in live or rng.random() < 0.1)
+    fresh = tuple(i for i, s in enumerate(slots) if s not in in_use or rng.random() < 0.1)
     free = [s for s in SLOTS if s not in slots]
     out = list(slots)
     if row.separate_write_slots and rng.random() < 0.5:

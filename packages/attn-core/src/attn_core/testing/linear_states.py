@@ -29,33 +29,38 @@ class PoolMemory:
 
     def copy(self) -> PoolMemory:
         """Return a pool of the same strides over a copy of the memory."""
-        whole = {name: x.clone() for name, x in self.whole.items()}
+        tensors = {name: x.clone() for name, x in self.whole.items()}
         states = self.pool.states
         views = {}
         for name, memory in self.whole.items():
             view: Tensor = getattr(states, name)
             start = view.storage_offset() - memory.storage_offset()
-            views[name] = whole[name].as_strided(view.shape, view.stride(), start)
-        return PoolMemory(StatePool.of(self.pool.layer_ids, StateCache(**views)), whole)
+            views[name] = tensors[name].as_strided(view.shape, view.stride(), start)
+        return PoolMemory(StatePool.of(self.pool.layer_ids, StateCache(**views)), tensors)
 
     def require_kept(
-        self, before: PoolMemory, what: str, *, states: Iterable[int], records: Iterable[int] = ()
+        self,
+        old_memory: PoolMemory,
+        label: str,
+        *,
+        states: Iterable[int],
+        records: Iterable[int] = (),
     ) -> None:
         """Raise CheckFailed if anything but the states and records of these slots has changed.
 
-        `before` is a copy, which is overwritten.
+        `old_memory` is a copy, which is overwritten.
         """
         for name, slots in (("state", states), *((x, records) for x in RECORDS)):
             if name not in self.whole:
                 continue
             for slot in slots:
-                old, new = (getattr(x.pool.states, name)[:, slot] for x in (before, self))
+                old, new = (getattr(x.pool.states, name)[:, slot] for x in (old_memory, self))
                 old.copy_(new)
-            old, new = (x.whole[name].view(torch.uint8) for x in (before, self))
+            old, new = (x.whole[name].view(torch.uint8) for x in (old_memory, self))
             changed = (old != new).nonzero()
             require(
                 changed.shape[0] == 0,
-                f"{what}: {changed.shape[0]} bytes of {name} were written that belong to no "
+                f"{label}: {changed.shape[0]} bytes of {name} were written that belong to no "
                 "request of the pass, or to one that does not write them",
             )
 
@@ -72,7 +77,7 @@ def make_memory(
     plain = StatePool(
         layers, num_slots=case.num_slots, dtype=point.state_dtype, num_drafts=drafts, device="meta"
     )
-    whole, views = {}, {}
+    tensors, views = {}, {}
     for field in fields(StateCache):
         meta: Tensor | None = getattr(plain.states, field.name)
         if meta is None:
@@ -83,14 +88,14 @@ def make_memory(
         shape = (slots, num_layers, step) if case.pages else (num_layers, slots, step)
         memory = torch.full(shape, torch.nan, dtype=meta.dtype, device=device)
         view = torch.unflatten(memory[..., :size], -1, dims)
-        whole[field.name] = memory
+        tensors[field.name] = memory
         views[field.name] = view.transpose(0, 1) if case.pages else view
     pool = StatePool.of([x.layer_id for x in layers], StateCache(**views))
     state = pool.states.state
     for slot in sorted(case.live_slots):
-        drawn = torch.randn(len(layers), *state.shape[2:], generator=rng)
-        state[:, slot] = drawn.to(TORCH_DTYPES[point.state_dtype]).to(device)
-    return PoolMemory(pool, whole)
+        values = torch.randn(len(layers), *state.shape[2:], generator=rng)
+        state[:, slot] = values.to(TORCH_DTYPES[point.state_dtype]).to(device)
+    return PoolMemory(pool, tensors)
 
 
 def poison_records(pool: StatePool, slot: int, drafts: Sequence[int]) -> None:

@@ -46,8 +46,8 @@ def yardstick(
     ]
     if exact:
         q, k, v, g, beta = tensors
-        one_by_one, after = delta_rule(q, k, v, g, beta, layer, start, parents, dtype=dtype)
-        runs.append((one_by_one, {t: after[t] for t in states}))
+        one_by_one, states_after = delta_rule(q, k, v, g, beta, layer, start, parents, dtype=dtype)
+        runs.append((one_by_one, {t: states_after[t] for t in states}))
     for new_out, new_states in runs:
         out = _farther(out, new_out.double(), truth[0])
         states = {t: _farther(states[t], new_states[t].double(), truth[1][t]) for t in states}
@@ -88,23 +88,23 @@ def _run(
         chunk = slice(first, first + CHUNK_SIZE)
         qs, ks, vs, gs, betas = q[:, chunk], k[:, chunk], v[:, chunk], g[:, chunk], beta[:, chunk]
         n = qs.shape[1]
-        seen = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
-        total = seen.float() @ (gs * unit) if mask is not None else (gs * unit).cumsum(1)
+        visible = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
+        total = visible.float() @ (gs * unit) if mask is not None else (gs * unit).cumsum(1)
         ends = total  # added up on their own by whoever carries the state
         if order:
             bits = _last_bits(total, order)
             total, ends = total * (1 + bits), total * (1 - bits)
-        apart = total[:, :, None] - total[:, None]  # [Hv, n, n, K or 1]
-        decay = exp(apart.masked_fill(~seen[..., None], -torch.inf))
-        own, read = (((x[:, :, None] * ks[:, None]) * decay).sum(-1) for x in (ks, qs))
-        lower = torch.eye(n) + (betas[..., None] * own).tril(-1)
+        decay_between = total[:, :, None] - total[:, None]  # [Hv, n, n, K or 1]
+        decay = exp(decay_between.masked_fill(~visible[..., None], -torch.inf))
+        key_products, read = (((x[:, :, None] * ks[:, None]) * decay).sum(-1) for x in (ks, qs))
+        lower = torch.eye(n) + (betas[..., None] * key_products).tril(-1)
         solve = torch.linalg.solve_triangular(lower, torch.diag_embed(betas), upper=False)
-        since, stored = exp(total), rounded(state).mT
-        u = rounded(rounded(solve) @ rounded(vs - rounded(ks * since) @ stored))
-        out = rounded(qs * since) @ stored + rounded(read) @ u
+        decay_since_start, stored = exp(total), rounded(state).mT
+        u = rounded(rounded(solve) @ rounded(vs - rounded(ks * decay_since_start) @ stored))
+        out = rounded(qs * decay_since_start) @ stored + rounded(read) @ u
         outs.append(layer.scale * out)
         for t in {*(t for t in tokens if first <= t < first + n), first + n - 1}:
-            end, path = ends[:, t - first, None], seen[t - first, :, None]
+            end, path = ends[:, t - first, None], visible[t - first, :, None]
             faded = exp((end - total).masked_fill(~path, -torch.inf))
             if order == 1 and faded.shape[-1] == 1:  # the other place that a kernel rounds
                 new = rounded(u * faded).mT @ ks
@@ -112,8 +112,8 @@ def _run(
                 new = u.mT @ rounded(ks * faded)
             states[t] = state * exp(end) + new
         state = states[first + n - 1]
-    found = {t: states[t].flip(-1) if order == 2 else states[t] for t in tokens}
-    return torch.cat(outs, 1).transpose(0, 1), found
+    result = {t: states[t].flip(-1) if order == 2 else states[t] for t in tokens}
+    return torch.cat(outs, 1).transpose(0, 1), result
 
 
 def _last_bits(x: Tensor, order: int) -> Tensor:

@@ -35,7 +35,7 @@ def _partly(
 ) -> tuple[Inputs, list[slice]]:
     """Return the pass that brings these spans of new tokens, and where they lie in the whole."""
     starts = [0, *torch.tensor(inputs.batch.query_lens_host).cumsum(0).tolist()]
-    rows = [slice(at + a, at + b) for at, (a, b) in zip(starts, spans, strict=False)]
+    rows = [slice(start + a, start + b) for start, (a, b) in zip(starts, spans, strict=False)]
     batch = ForwardBatch.build(
         mode,
         query_lens=[b - a for a, b in spans],
@@ -62,21 +62,21 @@ def _in_parts(
     steps: Sequence[tuple[ForwardMode, Sequence[Span]]],
 ) -> Measure:
     """Run a prefill without prefix in several passes over one cache; compare with the oracle."""
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     # with the poison of later passes' slots, a row that writes them itself would read it as padding
-    before = inputs.after if bench.row.requires_finite_padding else inputs.cache
-    cache = mapped(before, torch.Tensor.clone)
+    cache_before = inputs.after if bench.row.requires_finite_padding else inputs.cache
+    cache = mapped(cache_before, torch.Tensor.clone)
     shape = (inputs.q.shape[0], inputs.layer.num_q_heads, inputs.layer.v_head_dim)
-    whole = inputs.q.new_full(shape, torch.nan)
+    full = inputs.q.new_full(shape, torch.nan)
     for mode, spans in steps:
         part, rows = _partly(inputs, point, mode, spans)
         out, _ = attend(backend, part, cache=cache)
-        at = 0
+        start = 0
         for r in rows:
-            whole[r] = out[at : at + r.stop - r.start]
-            at += r.stop - r.start
-    return within_budget("the passes together", whole, right[0][0], right[1][0], whole.dtype)
+            full[r] = out[start : start + r.stop - r.start]
+            start += r.stop - r.start
+    return within_budget("the passes together", full, reference[0][0], reference[1][0], full.dtype)
 
 
 def in_chunks(bench: Bench, case: Case, point: Point) -> Measure:
@@ -99,22 +99,22 @@ def with_pages_moved(inputs: Inputs, point: Point) -> Inputs:
     """Return the same pass over the same tokens in other pages; the dummy stays page 0."""
     pages = inputs.cache.num_pages
     order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(3)) + 1
-    moved = torch.cat([torch.zeros(1, dtype=torch.long), order]).to(inputs.q.device)
-    back = moved.argsort()
+    permutation = torch.cat([torch.zeros(1, dtype=torch.long), order]).to(inputs.q.device)
+    inverse = permutation.argsort()
 
     def move(t: Tensor) -> Tensor:
-        return raw(t)[back].view(t.dtype)
+        return raw(t)[inverse].view(t.dtype)
 
     view = inputs.batch.views["full"]
-    table = moved[view.page_table.long()].int()
+    table = permutation[view.page_table.long()].int()
     slots = view.out_cache_loc
     assert slots is not None  # make_inputs gives slots
     size = point.page_size
-    slots = moved[slots // size] * size + slots % size
+    slots = permutation[slots // size] * size + slots % size
     indexer = inputs.indexer
     if indexer is not None:
         old = indexer.topk_indices.long()
-        new = torch.where(old < 0, -1, moved[old.clamp(min=0) // size] * size + old % size)
+        new = torch.where(old < 0, -1, permutation[old.clamp(min=0) // size] * size + old % size)
         indexer = dataclasses.replace(indexer, topk_indices=new.int())
     view = dataclasses.replace(view, page_table=table, out_cache_loc=slots)
     return dataclasses.replace(
@@ -128,34 +128,34 @@ def with_pages_moved(inputs: Inputs, point: Point) -> Inputs:
 
 def pages_moved(bench: Bench, case: Case, point: Point) -> Measure:
     """Where the pages lie does not matter, and no plan outlives its pass."""
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     tokens, dtype = inputs.real_tokens, TORCH_DTYPES[point.dtype]
     passes = (inputs, with_pages_moved(inputs, point), inputs)
-    return worst([compare(attend(backend, x), right, tokens, dtype, "output") for x in passes])
+    return worst([compare(attend(backend, x), reference, tokens, dtype, "output") for x in passes])
 
 
 def twice(bench: Bench, case: Case, point: Point) -> Measure:
     """A row that declares `deterministic` gives the same bits again, in a new backend too."""
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     first = attend(create(bench, case, inputs, point), inputs)[0][: inputs.real_tokens]
     backend = create(bench, case, inputs, point)
     for _ in range(2):
-        again = attend(backend, inputs)[0][: inputs.real_tokens]
-        require(torch.equal(first, again), "not deterministic: the same pass gave other bits")
-    return within_budget("output", first, right[0][0], right[1][0], first.dtype)
+        second = attend(backend, inputs)[0][: inputs.real_tokens]
+        require(torch.equal(first, second), "not deterministic: the same pass gave other bits")
+    return within_budget("output", first, reference[0][0], reference[1][0], first.dtype)
 
 
 def prefix_in_chunks(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
     """A long prefix in chunks, merged by log-sum-exp, is the attention over all of it."""
-    (q, k, v), right = ragged_inputs(case, dtype)
+    (q, k, v), reference = ragged_inputs(case, dtype)
     layer = make_layer(case, torch.Generator().manual_seed(1))
     q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
     backend = bench.create((layer,), dtype=dtype)
     [n], [s] = case.query_lens, case.key_lens
     cuts, outs, lses = (0, s - n - 37, s - n, s), [], []
     for a, b in pairwise(cuts):
-        got = backend.forward_ragged(
+        actual = backend.forward_ragged(
             q,
             k[a:b],
             v[a:b],
@@ -168,8 +168,8 @@ def prefix_in_chunks(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
             return_lse=True,
         )
         shape = (n, layer.num_q_heads, layer.v_head_dim)
-        out, lse = returned(got, shape, q.dtype, out=None, return_lse=True)
+        out, lse = returned(actual, shape, q.dtype, out=None, return_lse=True)
         outs.append(out)
         lses.append(lse if lse is not None else q.new_zeros(shape[:2]))
     merged = merge_states(torch.stack(outs), torch.stack(lses))
-    return compare(merged, right, n, q.dtype, "merged chunks")
+    return compare(merged, reference, n, q.dtype, "merged chunks")

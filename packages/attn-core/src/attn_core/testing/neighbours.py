@@ -72,9 +72,9 @@ def picked(
     )
 
 
-def _right_of(right: Answer, tokens: Tensor) -> Answer:
-    truth, near = ((out[tokens], lse[tokens]) for out, lse in right)
-    return truth, near
+def _right_of(reference: Answer, tokens: Tensor) -> Answer:
+    truth, baseline = ((out[tokens], lse[tokens]) for out, lse in reference)
+    return truth, baseline
 
 
 def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
@@ -82,21 +82,25 @@ def same_bits(bench: Bench, case: Case, point: Point) -> Measure:
 
     An LSE is compared too where the row returns one: it shows what the rounding of out hides.
     """
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    everyone = list(range(len(case.query_lens)))
+    all_requests = list(range(len(case.query_lens)))
     lse = bench.row.lse
-    whole = attend(backend, inputs, return_lse=lse)
-    errors = [compare(whole, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output")]
+    full = attend(backend, inputs, return_lse=lse)
+    errors = [compare(full, reference, inputs.real_tokens, TORCH_DTYPES[point.dtype], "output")]
     cache = clone_cache(inputs.after)  # with every token, whoever writes it again
-    for requests, padding in ((everyone[::-1], 0), (everyone, 2), *(([r], 0) for r in everyone)):
+    for requests, padding in (
+        (all_requests[::-1], 0),
+        (all_requests, 2),
+        *(([r], 0) for r in all_requests),
+    ):
         part = picked(inputs, case, point, requests, padding)
-        got = attend(backend, part, cache=cache, return_lse=lse)
+        actual = attend(backend, part, cache=cache, return_lse=lse)
         tokens = tokens_of(case, requests)
-        for what, a, b in zip(("output", "LSE"), whole, got, strict=True):
+        for name, a, b in zip(("output", "LSE"), full, actual, strict=True):
             same = a is None or b is None or torch.equal(a[tokens.to(a.device)], b[: len(tokens)])
             require(
-                same, f"not deterministic: other neighbours ({requests}) gave other bits of {what}"
+                same, f"not deterministic: other neighbours ({requests}) gave other bits of {name}"
             )
     return worst(errors)
 
@@ -106,37 +110,43 @@ def beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
 
     Where the row asks for finite tails its keys and values are large instead.
     """
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    everyone, errors = list(range(len(case.query_lens))), []
-    for broken in everyone:
-        own = tokens_of(case, [broken]).to(inputs.q.device)
+    all_requests, errors = list(range(len(case.query_lens))), []
+    for broken in all_requests:
+        broken_tokens = tokens_of(case, [broken]).to(inputs.q.device)
         k, v = (
-            None if x is None else x.index_fill(0, own, torch.nan) for x in (inputs.k, inputs.v)
+            None if x is None else x.index_fill(0, broken_tokens, torch.nan)
+            for x in (inputs.k, inputs.v)
         )
-        q = inputs.q.index_fill(0, own, torch.nan)
-        used = -(-case.seq_lens[broken] // point.page_size)
-        pages = inputs.batch.views["full"].page_table[broken, :used].long()
+        q = inputs.q.index_fill(0, broken_tokens, torch.nan)
+        num_pages = -(-case.seq_lens[broken] // point.page_size)
+        pages = inputs.batch.views["full"].page_table[broken, :num_pages].long()
         cache = poisoned(inputs.cache, pages, point, large=bench.row.requires_finite_padding)
         out, _ = attend(backend, dataclasses.replace(inputs, q=q, k=k, v=v), cache=cache)
-        others = tokens_of(case, [r for r in everyone if r != broken])
-        answer = _right_of(right, others)
-        got = out[others.to(out.device)], None
-        what = f"output beside NaN in request {broken}"
-        errors.append(compare(got, answer, len(others), TORCH_DTYPES[point.dtype], what))
+        other_tokens = tokens_of(case, [r for r in all_requests if r != broken])
+        other_reference = _right_of(reference, other_tokens)
+        actual = out[other_tokens.to(out.device)], None
+        name = f"output beside NaN in request {broken}"
+        errors.append(
+            compare(actual, other_reference, len(other_tokens), TORCH_DTYPES[point.dtype], name)
+        )
     return worst(errors)
 
 
 def poisoned(cache: LayerCache, pages: Tensor, point: Point, *, large: bool) -> LayerCache:
     """Return a copy of a cache whose `pages` hold NaN, or large finite numbers."""
-    fresh = clone_cache(cache)
-    for pool, _ in fresh.parts():
-        if pool is fresh.k and fresh.latent_dim:
-            dims = fresh.latent_dim + fresh.latents[2].shape[-1], fresh.latent_dim
+    poisoned_cache = clone_cache(cache)
+    for pool, _ in poisoned_cache.parts():
+        if pool is poisoned_cache.k and poisoned_cache.latent_dim:
+            dims = (
+                poisoned_cache.latent_dim + poisoned_cache.latents[2].shape[-1],
+                poisoned_cache.latent_dim,
+            )
             pool[pages] = poison_latents(dims, large=large).to(pool.device)
         else:
             raw(pool).index_fill_(0, pages, raw(poison(point.dtype, (1,), large=large)).item())
-    return fresh
+    return poisoned_cache
 
 
 def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
@@ -144,20 +154,20 @@ def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
 
     Where the row asks for finite tails its keys and values are large instead.
     """
-    (q, k, v), right = ragged_inputs(case, dtype)
+    (q, k, v), reference = ragged_inputs(case, dtype)
     layer = make_layer(case, torch.Generator().manual_seed(1))
     q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
     backend = bench.create((layer,), dtype=dtype)
     keys = dataclasses.replace(case, query_lens=case.key_lens)  # the same requests, by their keys
-    everyone, errors = list(range(len(case.query_lens))), []
+    all_requests, errors = list(range(len(case.query_lens))), []
     shape = (q.shape[0], q.shape[1], v.shape[2])
-    for broken in everyone:
-        queries, own = (tokens_of(c, [broken]).to(q.device) for c in (case, keys))
+    for broken in all_requests:
+        queries, broken_keys = (tokens_of(c, [broken]).to(q.device) for c in (case, keys))
         large = 1e4 if bench.row.requires_finite_padding else torch.nan
-        got = backend.forward_ragged(
+        actual = backend.forward_ragged(
             q.index_fill(0, queries, torch.nan),
-            k.index_fill(0, own, large),
-            v.index_fill(0, own, large),
+            k.index_fill(0, broken_keys, large),
+            v.index_fill(0, broken_keys, large),
             layer,
             indptr(case.query_lens, q.device),
             indptr(case.key_lens, q.device),
@@ -165,11 +175,19 @@ def ragged_beside_nan(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
             max(case.key_lens),
             causal=case.causal,
         )
-        out, _ = returned(got, shape, q.dtype, out=None, return_lse=False)
-        others = tokens_of(case, [r for r in everyone if r != broken])
-        answer = _right_of(right, others)
-        what = f"ragged output beside NaN in request {broken}"
-        errors.append(compare((out[others.to(q.device)], None), answer, len(others), q.dtype, what))
+        out, _ = returned(actual, shape, q.dtype, out=None, return_lse=False)
+        other_tokens = tokens_of(case, [r for r in all_requests if r != broken])
+        other_reference = _right_of(reference, other_tokens)
+        name = f"ragged output beside NaN in request {broken}"
+        errors.append(
+            compare(
+                (out[other_tokens.to(q.device)], None),
+                other_reference,
+                len(other_tokens),
+                q.dtype,
+                name,
+            )
+        )
     return worst(errors)
 
 
@@ -182,34 +200,38 @@ def layers_of_one_plan(bench: Bench, case: Case, point: Point) -> Measure:
     quantised = case.kv_dtype.startswith(("fp8", "fp4"))
     layers = []
     for index, (by, k_by, v_by) in enumerate(_SCALES):
-        own = dataclasses.replace(case, scale_by=by)
+        scaled_case = dataclasses.replace(case, scale_by=by)
         if quantised:
             v_scale = case.v_scale * (v_by if case.kind == "mha" else 1.0)
             if case.kind != "dsa":  # whose latents carry their scales
-                own = dataclasses.replace(own, k_scale=case.k_scale * k_by, v_scale=v_scale)
-        inputs, right = prepared(bench, own, point)
+                scaled_case = dataclasses.replace(
+                    scaled_case, k_scale=case.k_scale * k_by, v_scale=v_scale
+                )
+        inputs, reference = prepared(bench, scaled_case, point)
         layer = dataclasses.replace(inputs.layer, layer_id=index)
-        layers.append((dataclasses.replace(inputs, layer=layer), right))
+        layers.append((dataclasses.replace(inputs, layer=layer), reference))
     first = layers[0][0]
     backend = create(bench, case, first, point, layers=[inputs.layer for inputs, _ in layers])
     metadata, errors = backend.init_forward_metadata(first.batch), []
     for index in (0, 1, 2, 1, 0):
-        inputs, right = layers[index]
+        inputs, reference = layers[index]
         inputs = dataclasses.replace(inputs, batch=first.batch)
-        got = attend(backend, inputs, metadata=metadata)
-        what = f"output of layer {index}"
-        errors.append(compare(got, right, inputs.real_tokens, TORCH_DTYPES[point.dtype], what))
+        actual = attend(backend, inputs, metadata=metadata)
+        name = f"output of layer {index}"
+        errors.append(
+            compare(actual, reference, inputs.real_tokens, TORCH_DTYPES[point.dtype], name)
+        )
     return worst(errors)
 
 
 def scales_on_the_device(bench: Bench, case: Case, point: Point) -> Measure:
     """Scales in tensors are read in each pass, so what is written into them counts from then on."""
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend, cache = create(bench, case, inputs, point), clone_cache(inputs.cache)
     scales = [x for x in (cache.k_scale, cache.v_scale) if isinstance(x, Tensor)]
     metadata, dtype = backend.init_forward_metadata(inputs.batch), TORCH_DTYPES[point.dtype]
     for factor in (2.0, 0.5):
         for scale in scales:
             scale.mul_(factor)
-        got = attend(backend, inputs, cache=cache, metadata=metadata)
-    return compare(got, right, inputs.real_tokens, dtype, "output with scales in tensors")
+        actual = attend(backend, inputs, cache=cache, metadata=metadata)
+    return compare(actual, reference, inputs.real_tokens, dtype, "output with scales in tensors")

@@ -29,8 +29,8 @@ def visible_keys(
     parents: draft i hangs on draft parents[i] (-1: on the prefix); it sees the prefix, its
     ancestors and itself. A window W keeps the keys less than W positions before the query.
     """
-    row, rest = _seen(query, num_queries, num_keys, causal, window, parents)
-    return [*row, *rest]
+    row, drafts = _seen(query, num_queries, num_keys, causal, window, parents)
+    return [*row, *drafts]
 
 
 def _seen(
@@ -56,8 +56,8 @@ def _seen(
     if window is None:
         return range(prefix), [prefix + i for i in drafts]
     first = prefix + len(drafts) - window  # position
-    kept = [prefix + i for i in drafts if prefix + len(path(i)) - 1 >= first]
-    return range(min(max(0, first), prefix), prefix), kept
+    visible_drafts = [prefix + i for i in drafts if prefix + len(path(i)) - 1 >= first]
+    return range(min(max(0, first), prefix), prefix), visible_drafts
 
 
 def tree_mask(parents: Sequence[int]) -> Tensor:
@@ -137,8 +137,8 @@ def _outputs_in_turn(p: Tensor, v: Tensor) -> Tensor:
     for weight, value in zip(weights, values, strict=True):
         out.addcmul_(weight[..., None], value[:, :, None])
     exact = p.double() @ v.double().transpose(0, 1)
-    worst = (out - exact).abs().argmax(0, keepdim=True)
-    return out.gather(0, worst)[0]
+    index = (out - exact).abs().argmax(0, keepdim=True)
+    return out.gather(0, index)[0]
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
@@ -150,13 +150,13 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
     """
     if logits.dtype == torch.float64:
         return logits.logsumexp(-1)
-    wide = logits.float()
-    exact = wide.logsumexp(-1)
-    shifts = _SHIFTS.to(wide.device)[:, None]
-    p = (wide - exact[:, None].nan_to_num(neginf=0.0) - shifts[..., None]).exp()
+    logits32 = logits.float()
+    exact = logits32.logsumexp(-1)
+    shifts = _SHIFTS.to(logits32.device)[:, None]
+    p = (logits32 - exact[:, None].nan_to_num(neginf=0.0) - shifts[..., None]).exp()
     sums = exact + p.to(logits.dtype).float().sum(-1).log() + shifts
-    worst = (sums - exact).abs().argmax(0, keepdim=True)
-    return torch.where(exact.isfinite(), sums.gather(0, worst)[0], exact)
+    index = (sums - exact).abs().argmax(0, keepdim=True)
+    return torch.where(exact.isfinite(), sums.gather(0, index)[0], exact)
 
 
 def products_in_turn(q: Tensor, k: Tensor) -> Tensor:
@@ -211,26 +211,30 @@ def attend_request(
         in_turn = [products_in_turn(x[[*picks]], k) for x in rotations.unbind(1)]
     outs, lses = [q.new_zeros(0, q.shape[-2], v.shape[2])], [q.new_zeros(0, q.shape[-2])]
     for number, i in enumerate(picks):
-        row, rest = range(0), []
+        row, drafts = range(0), []
         if selected is not None:
-            rest = selected[i].tolist()
+            drafts = selected[i].tolist()
         else:
-            row, rest = _seen(i, n, s, causal, window, parents)
+            row, drafts = _seen(i, n, s, causal, window, parents)
         picked: Tensor | slice
         if order > 1:
-            seen = torch.tensor([*row, *rest], dtype=torch.int64)
-            picked = seen[torch.randperm(len(seen), generator=rng)]
-        elif not rest:
+            visible = torch.tensor([*row, *drafts], dtype=torch.int64)
+            picked = visible[torch.randperm(len(visible), generator=rng)]
+        elif not drafts:
             picked = slice(row.start, row.stop)
         else:
-            ends = torch.tensor(rest, dtype=torch.int64, device=k.device)
+            ends = torch.tensor(drafts, dtype=torch.int64, device=k.device)
             picked = torch.cat([torch.arange(row.start, row.stop, device=k.device), ends])
         products = None if in_turn is None else [x[number][:, picked] for x in in_turn]
         if dual_chunk is not None:
             length = dual_chunk.chunk_len
-            apart = (s - n + i) // length - torch.arange(s)[picked] // length
+            chunk_distance = (s - n + i) // length - torch.arange(s)[picked] // length
             intra, succ, inter = products or [_products(x, k[picked]) for x in rotations[i]]
-            products = [torch.where(apart == 0, intra, torch.where(apart == 1, succ, inter))]
+            products = [
+                torch.where(
+                    chunk_distance == 0, intra, torch.where(chunk_distance == 1, succ, inter)
+                )
+            ]
         out, lse = attend_one(
             rotations[i, 0],
             k[picked],

@@ -67,17 +67,17 @@ def run_parallel(
                 free.put(worker)
 
     with ThreadPoolExecutor(jobs) as pool:
-        ran = {pool.submit(run, i): i for i, p in enumerate(planned) if p.row is not None}
+        futures = {pool.submit(run, i): i for i, p in enumerate(planned) if p.row is not None}
         try:
-            for done in as_completed(ran):
-                i = ran[done]
-                status, measure, detail = done.result()
+            for completed in as_completed(futures):
+                i = futures[completed]
+                status, measure, detail = completed.result()
                 outcomes[i] = Outcome(
                     planned=planned[i], status=status, measure=measure, detail=detail
                 )
                 step(planned[i])
         finally:
-            for future in ran:
+            for future in futures:
                 future.cancel()
             for worker in workers:
                 worker.end()
@@ -110,8 +110,8 @@ class _Worker:
             self._process.join()
             code = self._process.exitcode or 0
             self._process = None
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return "failed", Measure(), f"{name}: the process that ran it died ({how})"
+            ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return "failed", Measure(), f"{name}: the process that ran it died ({ending})"
 
     def end(self) -> None:
         """End the process."""
@@ -132,6 +132,6 @@ _planned = functools.cache(SuiteOptions.plan)
 
 def _run(options: SuiteOptions, index: int) -> Answer:
     spec, planned = _planned(options)
-    on, arch = torch_device(options.device), options.device.arch
-    [outcome] = run_all([planned[index]], spec, on, arch=arch)
+    device, arch = torch_device(options.device), options.device.arch
+    [outcome] = run_all([planned[index]], spec, device, arch=arch)
     return outcome.status, outcome.measure, outcome.detail

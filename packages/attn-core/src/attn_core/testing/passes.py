@@ -48,8 +48,10 @@ def prepared(bench: Bench, case: Case, point: Point) -> tuple[Inputs, Answer]:
     """Return a case's inputs on the device under test, and what is right."""
     row = bench.row
     rounds = bench.rounds(case.kv_dtype)
-    inputs, right = expected(case, point, row.requires_finite_padding, row.fused_kv_write, rounds)
-    return to_device(inputs, bench.torch_device), right
+    inputs, reference = expected(
+        case, point, row.requires_finite_padding, row.fused_kv_write, rounds
+    )
+    return to_device(inputs, bench.torch_device), reference
 
 
 def attend(
@@ -76,7 +78,7 @@ def attend(
     shape = (batch.num_tokens, layer.num_q_heads, layer.v_head_dim)
     indexer = inputs.indexer
     out = q.new_full(shape, torch.nan) if preallocated else None
-    got = backend.forward(
+    actual = backend.forward(
         q,
         inputs.k,
         inputs.v,
@@ -91,11 +93,11 @@ def attend(
     if cache is None:
         pages = sorted(set(changed(_parts(inputs.after), _parts(target))))
         require(not pages, f"the cache is not what it must be after the pass in pages {pages}")
-    return returned(got, shape, q.dtype, out=out, return_lse=return_lse)
+    return returned(actual, shape, q.dtype, out=out, return_lse=return_lse)
 
 
 def returned(
-    got: Output,
+    actual: Output,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     *,
@@ -104,10 +106,10 @@ def returned(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the form of what a backend returned, [T, Hq, Dv] and float32 [T, Hq], and take it."""
     require(
-        isinstance(got, tuple) == return_lse,
-        f"return_lse={return_lse} gave a {type(got).__name__}",
+        isinstance(actual, tuple) == return_lse,
+        f"return_lse={return_lse} gave a {type(actual).__name__}",
     )
-    value, lse = got if isinstance(got, tuple) else (got, None)
+    value, lse = actual if isinstance(actual, tuple) else (actual, None)
     require(tuple(value.shape) == shape, f"output {tuple(value.shape)}, expected {shape}")
     require(value.dtype == dtype, f"output is {value.dtype}, the queries are {dtype}")
     require(out is None or value is out, "the buffer given as out was not the one returned")
@@ -122,27 +124,33 @@ def _parts(cache: LayerCache) -> list[Tensor]:
 
 
 def compare(
-    got: tuple[Tensor, Tensor | None], right: Answer, tokens: int, dtype: torch.dtype, what: str
+    actual: tuple[Tensor, Tensor | None],
+    reference: Answer,
+    tokens: int,
+    dtype: torch.dtype,
+    name: str,
 ) -> Measure:
     """Compare out and LSE of the first `tokens` tokens with truth and yardstick."""
-    truth, near = right
-    value, lse = got
-    errors = [within_budget(what, value[:tokens], truth[0], near[0], dtype)]
+    truth, baseline = reference
+    value, lse = actual
+    errors = [within_budget(name, value[:tokens], truth[0], baseline[0], dtype)]
     if lse is not None:
-        errors.append(within_budget(f"{what}, LSE", lse[:tokens], truth[1], near[1], torch.float32))
+        errors.append(
+            within_budget(f"{name}, LSE", lse[:tokens], truth[1], baseline[1], torch.float32)
+        )
     return worst(errors)
 
 
 def run_case(bench: Bench, case: Case, point: Point) -> Measure:
     """Run one case, without the LSE and, where the row has it, with it."""
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     dtype, tokens = TORCH_DTYPES[point.dtype], inputs.real_tokens
-    got = attend(backend, inputs, preallocated=True)
-    errors = [compare(got, right, tokens, dtype, "output")]
+    actual = attend(backend, inputs, preallocated=True)
+    errors = [compare(actual, reference, tokens, dtype, "output")]
     if bench.row.lse:
-        got = attend(backend, inputs, return_lse=True)
-        errors.append(compare(got, right, tokens, dtype, "output with LSE"))
+        actual = attend(backend, inputs, return_lse=True)
+        errors.append(compare(actual, reference, tokens, dtype, "output with LSE"))
     return worst(errors)
 
 
@@ -156,10 +164,10 @@ def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, T
     q, k, v = (torch.randn(shape, generator=rng).to(TORCH_DTYPES[dtype]) for shape in draws)
 
     def solve(exact: torch.dtype, order: int = 0) -> tuple[Tensor, Tensor]:
-        outs, lses, at, base = [], [], 0, 0
+        outs, lses, start, base = [], [], 0, 0
         for n, s in zip(case.query_lens, case.key_lens, strict=True):
             out, lse = attend_request(
-                q[at : at + n],
+                q[start : start + n],
                 k[base : base + s],
                 v[base : base + s],
                 dtype=exact,
@@ -172,13 +180,13 @@ def ragged_inputs(case: RaggedCase, dtype: str) -> tuple[tuple[Tensor, Tensor, T
             )
             outs.append(out)
             lses.append(lse)
-            at, base = at + n, base + s
+            start, base = start + n, base + s
         return torch.cat(outs), torch.cat(lses)
 
     truth = solve(torch.float64)
-    right = truth, yardstick(solve, TORCH_DTYPES[dtype], truth)
+    reference = truth, yardstick(solve, TORCH_DTYPES[dtype], truth)
     q, k, v = restrided(case.strides, (q, k, v))
-    return (q, k, v), right
+    return (q, k, v), reference
 
 
 def indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:
@@ -188,14 +196,14 @@ def indptr(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 def run_ragged(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
     """Run one ragged case, with the LSE where the row has it."""
-    (q, k, v), right = ragged_inputs(case, dtype)
+    (q, k, v), reference = ragged_inputs(case, dtype)
     layer = make_layer(case, torch.Generator().manual_seed(1))
     q, k, v, layer = to_device((q, k, v, layer), bench.torch_device)
     backend = bench.create((layer,), dtype=dtype)
     shape, errors = (q.shape[0], q.shape[1], v.shape[2]), []
     for return_lse in (False, True) if bench.row.lse else (False,):
         out = None if return_lse else q.new_full(shape, torch.nan)
-        got = backend.forward_ragged(
+        actual = backend.forward_ragged(
             q,
             k,
             v,
@@ -208,6 +216,6 @@ def run_ragged(bench: Bench, case: RaggedCase, dtype: str) -> Measure:
             out=out,
             return_lse=return_lse,
         )
-        form = returned(got, shape, q.dtype, out=out, return_lse=return_lse)
-        errors.append(compare(form, right, q.shape[0], q.dtype, "ragged output"))
+        form = returned(actual, shape, q.dtype, out=out, return_lse=return_lse)
+        errors.append(compare(form, reference, q.shape[0], q.dtype, "ragged output"))
     return worst(errors)

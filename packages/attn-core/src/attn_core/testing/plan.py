@@ -41,8 +41,8 @@ def usable_rows(
         if not reasons[-1]:
             rows.append(row)
     if reasons and not rows:
-        why = min(reasons, key=len)
-        raise UnsupportedError(f"{spec.name} ({kind}) cannot run here: {why}")
+        reason = min(reasons, key=len)
+        raise UnsupportedError(f"{spec.name} ({kind}) cannot run here: {reason}")
     return tuple(rows)
 
 
@@ -70,35 +70,37 @@ def plan(
             f"{spec.name} is declared but not implemented in 0.1, so there is nothing to check"
         )
     planned: dict[tuple[Kind, str], PlannedCheck] = {}
-    absent: list[UnsupportedError] = []
+    unsupported: list[UnsupportedError] = []
     for kind in kinds:
         try:
             rows = usable_rows(spec, kind, device, libraries)
         except UnsupportedError as error:  # of no matter where another kind runs
-            absent.append(error)
+            unsupported.append(error)
             continue
         make = linear_templates if kind in LINEAR_KINDS else templates
         for template in make(kind, rows, passes=passes, reduced=reduced) if rows else ():
             options = []
             for row in rows:
                 check = template(row)
-                lacks = _lacks(row, check, device, libraries)
+                missing_features = _lacks(row, check, device, libraries)
                 wrong_phase = not row.phases & set(check.phases)  # its gap explains nothing
-                options.append((wrong_phase, len(lacks), check, row, "; ".join(lacks)))
-                if not (wrong_phase or lacks):
+                options.append(
+                    (wrong_phase, len(missing_features), check, row, "; ".join(missing_features))
+                )
+                if not (wrong_phase or missing_features):
                     break
             _, missing, check, row, reason = min(options, key=lambda o: o[:2])
-            taken = None if missing else row
+            chosen = None if missing else row
             # two cases may turn into one on a row that takes a single shape
             planned.setdefault(
-                (kind, check.id), PlannedCheck(check=check, kind=kind, row=taken, reason=reason)
+                (kind, check.id), PlannedCheck(check=check, kind=kind, row=chosen, reason=reason)
             )
-    if not planned and absent:
-        raise absent[0]
+    if not planned and unsupported:
+        raise unsupported[0]
     if not planned:
-        has = sorted({r.kind for r in spec.capabilities})
+        kinds_declared = sorted({r.kind for r in spec.capabilities})
         raise UnsupportedError(
-            f"{spec.name} has rows of kind {', '.join(has)}; the suite has cases for "
+            f"{spec.name} has rows of kind {', '.join(kinds_declared)}; the suite has cases for "
             f"{', '.join(kinds)}"
         )
     # the longest last: a fault is found sooner elsewhere
@@ -117,8 +119,11 @@ def _lacks(
         tuple(map(str, mismatches(row, needs, device, libraries, phase, speculates=drafts)))
         for phase in check.phases
     ]
-    lacks = max(per_phase, key=len) if check.every else min(per_phase, key=len)
+    missing_features = max(per_phase, key=len) if check.every else min(per_phase, key=len)
     if check.layout is not None and check.layout not in row.layouts:
-        lacks = (*lacks, f"layout {check.layout} (supports {', '.join(sorted(row.layouts))})")
+        missing_features = (
+            *missing_features,
+            f"layout {check.layout} (supports {', '.join(sorted(row.layouts))})",
+        )
     flaw = check.flaw(row)
-    return lacks if flaw is None else (*lacks, flaw)
+    return missing_features if flaw is None else (*missing_features, flaw)

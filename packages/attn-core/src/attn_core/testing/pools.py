@@ -79,9 +79,11 @@ def place(
         token = torch.arange(s)
         slots.append((table[b, token // page_size], token % page_size))
     # a slice of a wider table, as static buffers hand it out
-    wide = torch.cat([table, torch.zeros_like(table)], 1).int()
-    behind = [table[b, : first // page_size] for b, first in enumerate(seen_from)]
-    return Placement(wide[:, : table.shape[1]], tuple(slots), total, torch.cat(behind))
+    padded_table = torch.cat([table, torch.zeros_like(table)], 1).int()
+    unseen_pages = [table[b, : first // page_size] for b, first in enumerate(seen_from)]
+    return Placement(
+        padded_table[:, : table.shape[1]], tuple(slots), total, torch.cat(unseen_pages)
+    )
 
 
 def fill(
@@ -162,11 +164,11 @@ def fill_latents(
         tokens, groups = (len(page), 1), latent_dim // LATENT_BLOCK
         values = (8 * torch.randn(*tokens, latent_dim, generator=rng)).to(stored.dtype)
         scale = 2.0 ** torch.randint(-4, -1, (*tokens, groups), generator=rng)
-        other = torch.randn(*tokens, dim - latent_dim, generator=rng).bfloat16()
+        rope_part = torch.randn(*tokens, dim - latent_dim, generator=rng).bfloat16()
         raw(stored)[page, offset] = raw(values)
-        scales[page, offset], rope[page, offset] = scale, other
-        wide = values.double() * scale.double().repeat_interleave(LATENT_BLOCK, -1)
-        truth.append(torch.cat([wide, other.double()], -1))
+        scales[page, offset], rope[page, offset] = scale, rope_part
+        dequantized = values.double() * scale.double().repeat_interleave(LATENT_BLOCK, -1)
+        truth.append(torch.cat([dequantized, rope_part.double()], -1))
     pool[place.behind] = poison_latents(dims, large=requires_finite_padding)
     return Side(pool, None, tuple(truth))
 

@@ -22,19 +22,19 @@ def main() -> None:
 
     Ends after the first that fails. What kernels print goes to standard error.
     """
-    answers = os.fdopen(os.dup(1), "w")
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     registry = load_plugins()
-    device = Device(**asked["device"])
-    answer(answers, {})
-    for family, name, index in asked["rows"]:
-        found = run(registry, device, (family, name), index)
-        answer(answers, found)
-        if found.get("failed"):
+    device = Device(**request["device"])
+    answer(stdout, {})
+    for family, name, index in request["rows"]:
+        result = run(registry, device, (family, name), index)
+        answer(stdout, result)
+        if result.get("failed"):
             break
-    answers.close()
+    stdout.close()
     os._exit(0)  # what is left of a library must not hang at the exit
 
 
@@ -66,8 +66,8 @@ def run(registry: Registry, device: Device, key: Any, index: int) -> dict[str, s
         if planned.row is not None and not planned.check.alone:
             for phase in row.phases & set(planned.check.phases):
                 first.setdefault(phase, planned)
-    few = list({p.check.id: p for p in first.values()}.values())
-    outcomes = run_all(few, spec, torch_device(device), arch=device.arch)
+    distinct = list({p.check.id: p for p in first.values()}.values())
+    outcomes = run_all(distinct, spec, torch_device(device), arch=device.arch)
     for outcome in outcomes:
         if outcome.status == "failed":
             return {"failed": printable(outcome.detail, 600)}

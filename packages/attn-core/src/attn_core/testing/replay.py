@@ -32,11 +32,11 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
     On a CUDA device the call is captured in a graph; elsewhere it is made again, with the metadata
     and the tensors of the capture, which shows the same mistakes.
     """
-    inputs, right = prepared(bench, case, point)
+    inputs, reference = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
     fill, n = max(backend.get_cuda_graph_seq_len_fill_value(), case.drafts), case.drafts or 1
-    everyone = list(range(len(case.seq_lens)))
-    rows, others = everyone[: len(everyone) // 2], everyone[::-1][: len(everyone) // 2]
+    requests = list(range(len(case.seq_lens)))
+    rows, reversed_rows = requests[: len(requests) // 2], requests[::-1][: len(requests) // 2]
     runner = _Runner(
         _served(backend),
         batch_sizes=[len(rows)],
@@ -53,25 +53,27 @@ def replayed(bench: Bench, case: Case, point: Point) -> Measure:
                 q_index, weights, inputs.layer, inputs.cache, batch, metadata
             )
         k, v = (*new, None, None)[:2]
-        got = backend.forward(
+        actual = backend.forward(
             *(q, k, v, inputs.layer, inputs.cache, batch, metadata),
             out=out,
             topk_indices=selection,
         )
-        returned(got, shape, out.dtype, out=out, return_lse=False)
+        returned(actual, shape, out.dtype, out=out, return_lse=False)
         return out
 
     runner.capture(case.mode, run, inputs=_tensors(inputs), query_len=n)
     measures = []
-    for order in (rows, rows[::-1], [*rows[1:], None], others, rows):
-        fresh = _arranged(inputs, case, point, order, fill)
+    for order in (rows, rows[::-1], [*rows[1:], None], reversed_rows, rows):
+        new_inputs = _arranged(inputs, case, point, order, fill)
         out.fill_(torch.nan)
-        got = runner.replay(fresh.batch, *_tensors(fresh)), None
-        real = _tokens([r for r in order if r is not None], n)
-        truth, near = ((o[real], lse[real]) for o, lse in right)
-        answer: Answer = (truth, near)
+        actual = runner.replay(new_inputs.batch, *_tensors(new_inputs)), None
+        tokens = _tokens([r for r in order if r is not None], n)
+        truth, baseline = ((o[tokens], lse[tokens]) for o, lse in reference)
+        token_reference: Answer = (truth, baseline)
         measures.append(
-            compare(got, answer, len(real), TORCH_DTYPES[point.dtype], "replayed output")
+            compare(
+                actual, token_reference, len(tokens), TORCH_DTYPES[point.dtype], "replayed output"
+            )
         )
     return worst(measures)
 
@@ -110,23 +112,28 @@ def _tokens(requests: Sequence[int], n: int) -> Tensor:
 
 def _arranged(inputs: Inputs, case: Case, point: Point, order: Rows, fill: int) -> Inputs:
     """Return the pass with its requests in another order, padded rows at the end or alone."""
-    real, n = [r for r in order if r is not None], case.drafts or 1
+    order_without_padding, n = [r for r in order if r is not None], case.drafts or 1
     old, device = inputs.batch.views["full"], inputs.q.device
     table = old.page_table.new_zeros(len(order), old.page_table.shape[1])
-    table[: len(real)] = old.page_table[real]
+    table[: len(order_without_padding)] = old.page_table[order_without_padding]
     spec = inputs.batch.spec
     if spec is not None and spec.tree_mask is not None:
-        mask = spec.tree_mask[[*real, *[0] * (len(order) - len(real))]]
+        mask = spec.tree_mask[
+            [*order_without_padding, *[0] * (len(order) - len(order_without_padding))]
+        ]
         spec = SpecInfo(topk=spec.topk, num_draft_tokens=n, tree_mask=mask)
     batch = ForwardBatch.build(
         case.mode,
         query_lens=[n] * len(order),
-        seq_lens=[*(case.seq_lens[r] for r in real), *[fill] * (len(order) - len(real))],
+        seq_lens=[
+            *(case.seq_lens[r] for r in order_without_padding),
+            *[fill] * (len(order) - len(order_without_padding)),
+        ],
         page_table=table,
         page_size=point.page_size,
         spec=spec,
     )
-    tokens = _tokens(real, n).to(device)
+    tokens = _tokens(order_without_padding, n).to(device)
 
     def present(x: Tensor) -> Tensor:
         new = x.new_zeros(len(order) * n, *x.shape[1:])

@@ -58,7 +58,7 @@ def torch_device(device: Device) -> torch.device:
 
 
 def run_check(
-    planned: PlannedCheck, spec: BackendSpec, on: torch.device, *, arch: str | None = None
+    planned: PlannedCheck, spec: BackendSpec, device: torch.device, *, arch: str | None = None
 ) -> Measure:
     """Put one check to its row, on a torch device. Raises CheckFailed with the fault in words.
 
@@ -72,7 +72,7 @@ def run_check(
     bench = Bench(
         spec=spec,
         row=planned.row,
-        torch_device=on,
+        torch_device=device,
         arch=arch,
         deterministic=planned.check.needs.deterministic,
         shared_prefix=planned.check.needs.shared_prefix,
@@ -92,7 +92,7 @@ def run_check(
 def run_all(
     checks: Sequence[PlannedCheck],
     spec: BackendSpec,
-    on: torch.device,
+    device: torch.device,
     step: Callable[[PlannedCheck], None] = lambda planned: None,
     *,
     arch: str | None = None,
@@ -105,7 +105,7 @@ def run_all(
             outcomes.append(Outcome(planned=planned, status="skipped", detail=planned.reason))
             continue
         try:
-            measure = run_check(planned, spec, on, arch=arch)
+            measure = run_check(planned, spec, device, arch=arch)
         except unittest.SkipTest as reason:
             outcomes.append(Outcome(planned=planned, status="skipped", detail=str(reason)))
         except CheckFailed as failure:
@@ -139,31 +139,32 @@ def _cells(
 ) -> dict[str, CellReport]:
     models = [r for r in rows if r.phases != {Phase.ENCODE}]
     serving = [r for r in models if r.absorbed]  # over a cache
-    of = dict.fromkeys(OF_TOWERS, rows) | dict.fromkeys(OF_STORES, serving)
+    rows_of_cell = dict.fromkeys(OF_TOWERS, rows) | dict.fromkeys(OF_STORES, serving)
     declares = {
-        name: any(has(r) for r in of.get(name, models)) for name, has in CELLS[kind].items()
+        name: any(declares(r) for r in rows_of_cell.get(name, models))
+        for name, declares in CELLS[kind].items()
     }
     reports = {}
     if kind not in LINEAR_KINDS:
         declares = {"page_sizes": bool(serving), **declares}
     for cell, declared in declares.items():
         covering = [o for o in outcomes if cell in o.planned.check.cells]
-        ran = [o for o in covering if o.status != "skipped"]
-        failed = [o for o in ran if o.status == "failed"]
-        worst = max((o.measure for o in ran), key=lambda m: m.ratio, default=Measure())
+        finished = [o for o in covering if o.status != "skipped"]
+        failed = [o for o in finished if o.status == "failed"]
+        largest = max((o.measure for o in finished), key=lambda m: m.ratio, default=Measure())
         skipped: dict[str, int] = {}
         for o in covering:
             if o.status == "skipped":
                 skipped[o.detail] = skipped.get(o.detail, 0) + 1
         problem = failed[0].detail if failed else ""
-        if declared and not ran:
+        if declared and not finished:
             problem = "declared, but no check could be run: " + "; ".join(skipped or ["no case"])
         reports[cell] = CellReport(
             declared=declared,
-            cases=len(ran),
+            cases=len(finished),
             failed=len(failed),
-            worst=worst.error,
-            budget=worst.budget,
+            worst=largest.error,
+            budget=largest.budget,
             skipped=skipped,
             problem=problem,
         )

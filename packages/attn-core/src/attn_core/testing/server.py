@@ -100,8 +100,8 @@ class Server:
         Returns None where pages that a branch would share were given back, or none is free.
         """
         new = self._request([], [])
-        whole = self._share(new, request, request.length)
-        if whole is None:
+        shared_tokens = self._share(new, request, request.length)
+        if shared_tokens is None:
             return None
         for view, allocator in self._allocators.items():
             try:
@@ -109,7 +109,7 @@ class Server:
             except OutOfPagesError:
                 self.release(new)
                 return None
-            tail = range(whole, request.length)
+            tail = range(shared_tokens, request.length)
             src, dst = (self._slots(view, r, tail) for r in (request, new))
             for layer, cache in zip(self.layers, self._caches, strict=True):
                 if layer.view == view:
@@ -138,15 +138,15 @@ class Server:
     def keep(self, request: Request, drafts: int, path: Sequence[int]) -> None:
         """Keep the drafts on an accepted path, moved together behind the prefix."""
         prefix = request.length - drafts
-        kept = [*range(prefix), *(prefix + i for i in path)]
+        kept_tokens = [*range(prefix), *(prefix + i for i in path)]
         for view in self._allocators:
             src = self._slots(view, request, [prefix + i for i in path])
             dst = self._slots(view, request, range(prefix, prefix + len(path)))
             for layer, cache in zip(self.layers, self._caches, strict=True):
                 if layer.view == view:
                     copy_slots(cache, src, dst)
-        request.keys = [x[kept] for x in request.keys]
-        request.values = [x[kept] for x in request.values]
+        request.keys = [x[kept_tokens] for x in request.keys]
+        request.values = [x[kept_tokens] for x in request.values]
 
     # passes
 
@@ -223,18 +223,18 @@ class Server:
 
     def record(self, step: Step, index: int) -> None:
         """Note what the cache of a layer must hold now."""
-        layer, at = self.layers[index], 0
+        layer, start = self.layers[index], 0
         k, v = step.k[index].cpu(), step.v[index]
         k_scale, v_scale = self._scales[layer.layer_id]
         for request, n in zip(step.requests, step.news, strict=True):
-            new = self._rounded(k[at : at + n], k_scale)
+            new = self._rounded(k[start : start + n], k_scale)
             request.keys[index] = torch.cat([request.keys[index], new])
             if v is None:
                 request.values[index] = request.keys[index][..., : layer.v_head_dim]
             else:
-                new = self._rounded(v[at : at + n].cpu(), v_scale)
+                new = self._rounded(v[start : start + n].cpu(), v_scale)
                 request.values[index] = torch.cat([request.values[index], new])
-            at += n
+            start += n
 
     # details
 
@@ -245,15 +245,15 @@ class Server:
         return Request(next(self._numbers), keys, values)
 
     def _share(self, new: Request, source: Request, tokens: int) -> int | None:
-        whole = reusable_prefix(tokens, self._point.page_size)
-        pages = whole // self._point.page_size
+        shared_tokens = reusable_prefix(tokens, self._point.page_size)
+        pages = shared_tokens // self._point.page_size
         if any(0 in a.pages(source.key)[:pages] for a in self._allocators.values()):
             return None
         for allocator in self._allocators.values():
             allocator.share(new.key, source.key, tokens)
-        new.keys = [x[:whole] for x in source.keys]
-        new.values = [x[:whole] for x in source.values]
-        return whole
+        new.keys = [x[:shared_tokens] for x in source.keys]
+        new.values = [x[:shared_tokens] for x in source.values]
+        return shared_tokens
 
     def _slots(self, view: str, request: Request, tokens: Sequence[int]) -> Tensor:
         size, pages = self._point.page_size, self._allocators[view].pages(request.key)
@@ -280,11 +280,11 @@ class Server:
 
     def _poison(self, view: str, pages: Sequence[int], *, large: bool) -> None:
         index = torch.tensor(list(pages), dtype=torch.int64, device=self._bench.torch_device)
-        bad = raw(poison(self._store, (1,), large=large)).item()
+        poison_value = raw(poison(self._store, (1,), large=large)).item()
         for layer, cache in zip(self.layers, self._caches, strict=True):
             if layer.view == view:
                 for t, _ in cache.parts():
-                    raw(t).index_fill_(0, index, bad)
+                    raw(t).index_fill_(0, index, poison_value)
 
 
 def _layers(bench: Bench, case: Case, rng: torch.Generator) -> tuple[AttentionLayer, ...]:

@@ -32,8 +32,8 @@ def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
     hq, hkv = case.heads
 
     def fits(q: int, kv: int) -> bool:
-        right = not row.group_sizes or q // kv in row.group_sizes
-        return q % kv == 0 and right and (not row.q_heads or q in row.q_heads)
+        group_fits = not row.group_sizes or q // kv in row.group_sizes
+        return q % kv == 0 and group_fits and (not row.q_heads or q in row.q_heads)
 
     if "heads" in case.fixed or fits(hq, hkv):
         return hq, hkv
@@ -52,8 +52,8 @@ def _dims(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
         return d, dv
     if not row.head_dims or d in row.head_dims:
         return d, dv
-    able = sorted(row.head_dims)
-    nearest = next((x for x in able if x >= d), able[-1])
+    head_dims = sorted(row.head_dims)
+    nearest = next((x for x in head_dims if x >= d), head_dims[-1])
     return nearest, nearest
 
 
@@ -64,9 +64,11 @@ def _turning_points(dims: Set[int]) -> Set[int]:
     """
     if len(dims) <= 64:
         return dims
-    beside = {d for i in range(max(dims).bit_length()) for d in (2**i - 1, 2**i, 2**i + 1)}
+    neighbours = {d for i in range(max(dims).bit_length()) for d in (2**i - 1, 2**i, 2**i + 1)}
     return (
-        {d for d in dims if d in beside or d % 32 == 0} | {min(dims), max(dims)} | dims & {*_DIMS}
+        {d for d in dims if d in neighbours or d % 32 == 0}
+        | {min(dims), max(dims)}
+        | dims & {*_DIMS}
     )
 
 
@@ -110,15 +112,15 @@ def page_cases(kind: Kind, rows: Sequence[Capabilities]) -> Iterator[tuple[Case,
         lens = tuple(n for n in (p - 1, p, p + 1, 2 * p) if n)
         edges = Case(feature="page-edges", query_lens=(1,) * len(lens), seq_lens=lens)
         edges = replace(edges, **shape)  # type: ignore[arg-type]  # names and types are Case's
-        news = tuple(max(1, n - p // 2) for n in lens)
-        yield replace(edges, feature="page-edges-prefill", query_lens=news), p
+        query_lens = tuple(max(1, n - p // 2) for n in lens)
+        yield replace(edges, feature="page-edges-prefill", query_lens=query_lens), p
         yield replace(edges, feature="page-edges-decode", mode=ForwardMode.DECODE), p
         if kind == "mha":
-            behind = Case(
+            windowed = Case(
                 feature="page-window", query_lens=(2, 1), seq_lens=(4 * p + 1, 5 * p), window=p + 2
             )
-            yield replace(behind, feature="page-window-prefill"), p
-            decode = replace(behind, query_lens=(1, 1), mode=ForwardMode.DECODE)
+            yield replace(windowed, feature="page-window-prefill"), p
+            decode = replace(windowed, query_lens=(1, 1), mode=ForwardMode.DECODE)
             yield replace(decode, feature="page-window-decode"), p
 
 
@@ -155,8 +157,11 @@ def base_point(rows: Sequence[Capabilities]) -> Point:
 
 def points(case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """List where a case runs: dtypes on the base page; with `sweep` all pages, orders, layouts."""
-    base, able = base_point(rows), dtypes(rows)
-    points = [replace(base, dtype=d) for d in (able if case.all_dtypes else (able[0], able[-1]))]
+    base, dtypes_served = base_point(rows), dtypes(rows)
+    points = [
+        replace(base, dtype=d)
+        for d in (dtypes_served if case.all_dtypes else (dtypes_served[0], dtypes_served[-1]))
+    ]
     if case.sweep:
         points += [replace(base, page_size=p) for p in page_sizes(rows)]
         points += [replace(base, order=o) for o in ORDERS]

@@ -37,29 +37,33 @@ def shared(bench: Bench, case: Case, point: Point) -> Measure:
         order = list(range(len(tokens)))
         random.Random(number).shuffle(order)
         rounds = bench.rounds(case.kv_dtype)
-        inputs, right = _drawn(case, point, tokens, row.requires_finite_padding, rounds)
+        inputs, reference = _drawn(case, point, tokens, row.requires_finite_padding, rounds)
         inputs = to_device(inputs, bench.torch_device)
         if batch is None:
             backend = create(bench, case, inputs, point)
             batch, captured = _captured(backend, inputs)
-        dtype, real = TORCH_DTYPES[point.dtype], inputs.real_tokens
-        got = attend(backend, inputs, return_lse=row.lse)
-        measures.append(compare(got, right, real, dtype, f"output, shared tokens {tokens}"))
+        dtype, real_tokens = TORCH_DTYPES[point.dtype], inputs.real_tokens
+        actual = attend(backend, inputs, return_lse=row.lse)
+        measures.append(
+            compare(actual, reference, real_tokens, dtype, f"output, shared tokens {tokens}")
+        )
         if row.cuda_graph != "never":
             old, new = batch.views["full"], inputs.batch.views["full"]
             old.page_table.copy_(new.page_table)
             backend.init_forward_metadata_replay_cuda_graph(batch, captured)
-            again = attend(backend, inputs, batch=batch, metadata=captured)
-            measures.append(compare(again, right, real, dtype, f"planned again, shared {tokens}"))
+            second = attend(backend, inputs, batch=batch, metadata=captured)
+            measures.append(
+                compare(second, reference, real_tokens, dtype, f"planned again, shared {tokens}")
+            )
         if number % 2:
             continue
         mixed = picked(inputs, case, point, order)
         out, _ = attend(backend, mixed, cache=clone_cache(inputs.after))
         n = case.drafts or 1
         rows = torch.tensor([r * n + i for r in order for i in range(n)])
-        truth, near = ((o[rows], lse[rows]) for o, lse in right)
+        truth, baseline = ((o[rows], lse[rows]) for o, lse in reference)
         measures.append(
-            compare((out, None), (truth, near), real, dtype, f"output in order {order}")
+            compare((out, None), (truth, baseline), real_tokens, dtype, f"output in order {order}")
         )
     return worst(measures)
 
@@ -94,8 +98,8 @@ def _drawn(
 ) -> tuple[Inputs, Answer]:
     """Return a case whose requests share so many tokens, in whole pages, and its answers."""
     # with a window the pages before it hold poison, but another request may see them
-    whole = dataclasses.replace(case, window=None)
-    inputs, _ = expected(whole, point, requires_finite_padding, False, rounds)
+    unwindowed = dataclasses.replace(case, window=None)
+    inputs, _ = expected(unwindowed, point, requires_finite_padding, False, rounds)
     layer = dataclasses.replace(inputs.layer, sliding_window=case.window)
     page, old = point.page_size, inputs.batch.views["full"].page_table
     table, keys, values = old.clone(), [*inputs.keys], [*inputs.values]
@@ -113,7 +117,7 @@ def _drawn(
     freed = torch.tensor(sorted(used(old) - used(table)), dtype=torch.int64)
     cache = poisoned(inputs.after, freed, point, large=requires_finite_padding)
     view = dataclasses.replace(inputs.batch.views["full"], page_table=table)
-    drawn = dataclasses.replace(
+    drawn_inputs = dataclasses.replace(
         inputs,
         layer=layer,
         batch=dataclasses.replace(inputs.batch, views={"full": view}),
@@ -122,6 +126,8 @@ def _drawn(
         cache=cache,
         after=cache,
     )
-    truth = answer(case, drawn, torch.float64)
-    near = yardstick(partial(answer, case, drawn, rounds=rounds), TORCH_DTYPES[point.dtype], truth)
-    return drawn, (truth, near)
+    truth = answer(case, drawn_inputs, torch.float64)
+    baseline = yardstick(
+        partial(answer, case, drawn_inputs, rounds=rounds), TORCH_DTYPES[point.dtype], truth
+    )
+    return drawn_inputs, (truth, baseline)

@@ -33,43 +33,43 @@ def run_selection(bench: Bench, case: Case, point: Point) -> Measure:
     """Select the keys of each query; the same pass again gives the same selection."""
     inputs, _ = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    got = chosen(backend, inputs)
-    require(torch.equal(got, chosen(backend, inputs)), "the same pass gave another selection")
-    return _checked(got, case, inputs)
+    actual = chosen(backend, inputs)
+    require(torch.equal(actual, chosen(backend, inputs)), "the same pass gave another selection")
+    return _checked(actual, case, inputs)
 
 
 def selection_beside_nan(bench: Bench, case: Case, point: Point) -> Measure:
     """A request whose index keys, queries and weights are NaN leaves its neighbours' selection."""
     inputs, _ = prepared(bench, case, point)
     backend = create(bench, case, inputs, point)
-    whole, indexer = chosen(backend, inputs), inputs.indexer
+    full, indexer = chosen(backend, inputs), inputs.indexer
     assert indexer is not None
     for broken in range(len(case.query_lens)):
-        own = tokens_of(case, [broken]).to(inputs.q.device)
-        used = -(-case.seq_lens[broken] // point.page_size)
-        pages = inputs.batch.views["full"].page_table[broken, :used].long()
+        broken_tokens = tokens_of(case, [broken]).to(inputs.q.device)
+        num_pages = -(-case.seq_lens[broken] // point.page_size)
+        pages = inputs.batch.views["full"].page_table[broken, :num_pages].long()
         cache = clone_cache(inputs.cache)
         for keys in (x for x in cache.index_keys if x is not None):
-            bad = keys.new_full((1,), torch.nan, dtype=torch.float32).to(keys.dtype)
-            raw(keys).index_fill_(0, pages, raw(bad).item())
+            nan_value = keys.new_full((1,), torch.nan, dtype=torch.float32).to(keys.dtype)
+            raw(keys).index_fill_(0, pages, raw(nan_value).item())
         nan = dataclasses.replace(
             indexer,
-            q_index=indexer.q_index.index_fill(0, own, torch.nan),
-            weights=indexer.weights.index_fill(0, own, torch.nan),
+            q_index=indexer.q_index.index_fill(0, broken_tokens, torch.nan),
+            weights=indexer.weights.index_fill(0, broken_tokens, torch.nan),
         )
-        got = chosen(backend, dataclasses.replace(inputs, indexer=nan, cache=cache))
-        others = tokens_of(case, [r for r in range(len(case.query_lens)) if r != broken])
-        others = others.to(got.device)
-        same = torch.equal(got[others], whole[others])
+        actual = chosen(backend, dataclasses.replace(inputs, indexer=nan, cache=cache))
+        other_tokens = tokens_of(case, [r for r in range(len(case.query_lens)) if r != broken])
+        other_tokens = other_tokens.to(actual.device)
+        same = torch.equal(actual[other_tokens], full[other_tokens])
         require(same, f"NaN in request {broken} changed the selection of another request")
-    return _checked(whole, case, inputs)
+    return _checked(full, case, inputs)
 
 
 def chosen(backend: AttentionBackend, inputs: Inputs) -> Tensor:
     """Return what a backend selects in this pass, int32 [T, K]; its form is checked."""
     indexer, layer, batch = inputs.indexer, inputs.layer, inputs.batch
     assert indexer is not None
-    got = backend.index_topk(
+    actual = backend.index_topk(
         indexer.q_index,
         indexer.weights,
         layer,
@@ -78,19 +78,19 @@ def chosen(backend: AttentionBackend, inputs: Inputs) -> Tensor:
         backend.init_forward_metadata(batch),
     )
     shape = (batch.num_tokens, layer.index_topk)
-    require(tuple(got.shape) == shape, f"topk_indices {tuple(got.shape)}, expected {shape}")
-    require(got.dtype == torch.int32, f"topk_indices are {got.dtype}, expected int32")
-    return got
+    require(tuple(actual.shape) == shape, f"topk_indices {tuple(actual.shape)}, expected {shape}")
+    require(actual.dtype == torch.int32, f"topk_indices are {actual.dtype}, expected int32")
+    return actual
 
 
-def _checked(got: Tensor, case: Case, inputs: Inputs) -> Measure:
+def _checked(actual: Tensor, case: Case, inputs: Inputs) -> Measure:
     assert inputs.indexer is not None
     table = inputs.batch.views["full"].page_table.cpu()
-    return check_selection(got, case, inputs.indexer, table, inputs.cache.page_size)
+    return check_selection(actual, case, inputs.indexer, table, inputs.cache.page_size)
 
 
 def check_selection(
-    got: Tensor, case: Case, indexer: Indexer, table: Tensor, page_size: int
+    actual: Tensor, case: Case, indexer: Indexer, table: Tensor, page_size: int
 ) -> Measure:
     """Compare a selection with the float64 scores of the keys that each query sees.
 
@@ -100,28 +100,33 @@ def check_selection(
     as many as there must be. Where scores are exact, the selection is the oracle's; elsewhere no
     score may lie below the oracle's smallest by more than float32 sums err.
     """
-    slots, topk, table = got.cpu().long(), case.index_topk, table.long()
+    slots, topk, table = actual.cpu().long(), case.index_topk, table.long()
     q_index, weights = indexer.q_index.cpu(), indexer.weights.cpu()
     measures = []
-    for request, token, seen in visible(case):
+    for request, token, num_visible in visible(case):
         position = torch.arange(case.seq_lens[request])
         owned = table[request, position // page_size] * page_size + position % page_size
         place = {slot: p for p, slot in enumerate(owned.tolist())}
-        what = f"query {token} of request {request}, which sees {seen} keys"
-        row, count = slots[token], min(topk, seen)
-        require(bool((row[count:] == -1).all()), f"{what}: more than {count} slots")
+        name = f"query {token} of request {request}, which sees {num_visible} keys"
+        row, count = slots[token], min(topk, num_visible)
+        require(bool((row[count:] == -1).all()), f"{name}: more than {count} slots")
         chosen = [place.get(slot, -1) for slot in row[:count].tolist()]
         foreign = sum(p < 0 for p in chosen)
-        require(foreign == 0, f"{what}: {foreign} slots that are not its request's")
-        require(max(chosen) < seen, f"{what}: selects position {max(chosen)}")
-        require(len(set(chosen)) == count, f"{what}: slots twice")
-        require(chosen == sorted(chosen), f"{what}: slots not in the order of their positions")
+        require(foreign == 0, f"{name}: {foreign} slots that are not its request's")
+        require(max(chosen) < num_visible, f"{name}: selects position {max(chosen)}")
+        require(len(set(chosen)) == count, f"{name}: slots twice")
+        require(chosen == sorted(chosen), f"{name}: slots not in the order of their positions")
         if case.exact_index:
-            right = indexer.selected[token].tolist()
-            wrong = sorted(set(chosen) - set(right))
-            require(not wrong, f"{what}: selects positions {wrong}, which score less or come later")
-        elif seen > topk:
-            measures.append(_margin(chosen, token, indexer, request, seen, q_index, weights, what))
+            reference = indexer.selected[token].tolist()
+            unexpected = sorted(set(chosen) - set(reference))
+            require(
+                not unexpected,
+                f"{name}: selects positions {unexpected}, which score less or come later",
+            )
+        elif num_visible > topk:
+            measures.append(
+                _margin(chosen, token, indexer, request, num_visible, q_index, weights, name)
+            )
     return worst(measures)
 
 
@@ -130,20 +135,20 @@ def _margin(
     token: int,
     indexer: Indexer,
     request: int,
-    seen: int,
+    num_visible: int,
     q_index: Tensor,
     weights: Tensor,
-    what: str,
+    name: str,
 ) -> Measure:
-    keys, q, w = indexer.keys[request][:seen].cpu(), q_index[token], weights[token]
+    keys, q, w = indexer.keys[request][:num_visible].cpu(), q_index[token], weights[token]
     scores = index_scores(q, w, keys)
-    near = index_scores(q, w, keys.float()).double()
+    baseline = index_scores(q, w, keys.float()).double()
     size = index_scores(q, w.abs(), keys).max().item()
-    budget = 2 * (near - scores).abs().max().item() + 8 * _EPS * size
-    border = scores[indexer.selected[token].cpu()].min().item()
-    measure = Measure(max(0.0, border - scores[chosen].min().item()), budget)
+    budget = 2 * (baseline - scores).abs().max().item() + 8 * _EPS * size
+    lowest_selected = scores[indexer.selected[token].cpu()].min().item()
+    measure = Measure(max(0.0, lowest_selected - scores[chosen].min().item()), budget)
     require(
         measure.ratio <= 1,
-        f"{what}: selects a score {measure.error:.3e} below the border, allowed {budget:.3e}",
+        f"{name}: selects a score {measure.error:.3e} below the border, allowed {budget:.3e}",
     )
     return measure

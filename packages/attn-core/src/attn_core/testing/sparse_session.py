@@ -76,10 +76,10 @@ class _Session:
         for layer in self._layers:
             cache = pool.layer(layer.layer_id)
             for t, _ in cache.parts():
-                bad = torch.full((1,), 200.0 if large else torch.nan).to(t.dtype)
+                poison_value = torch.full((1,), 200.0 if large else torch.nan).to(t.dtype)
                 if t is cache.k and cache.latent_dim:
-                    bad = poison_latents(case.dims, large=large)
-                raw(t).copy_(raw(bad).to(t.device))
+                    poison_value = poison_latents(case.dims, large=large)
+                raw(t).copy_(raw(poison_value).to(t.device))
         require(pool.layer(1).index is None, "a layer that shares a selection has index keys")
         self._dispatcher = bench.dispatcher(
             self._layers,
@@ -108,16 +108,18 @@ class _Session:
         if not self._requests or mode is M.EXTEND:
             if len(self._requests) == MOST_REQUESTS:
                 self._end(rng.choice(self._requests))
-            older = rng.sample(self._requests, min(1, len(self._requests)))
+            existing = rng.sample(self._requests, min(1, len(self._requests)))
             self._requests.append(_Request(next(self._numbers)))
-            chosen, news, mode = [*older, self._requests[-1]], [], M.EXTEND
-            news = [rng.choice((3, 12, 30)) for _ in chosen]
+            chosen, query_lens, mode = [*existing, self._requests[-1]], [], M.EXTEND
+            query_lens = [rng.choice((3, 12, 30)) for _ in chosen]
         else:
             chosen = rng.sample(self._requests, rng.randint(1, len(self._requests)))
-            most = {M.MIXED: 20, M.DRAFT_EXTEND: 3}.get(mode, 1)
-            news = [DRAFTS if mode is M.TARGET_VERIFY else rng.randint(1, most) for _ in chosen]
+            max_queries = {M.MIXED: 20, M.DRAFT_EXTEND: 3}.get(mode, 1)
+            query_lens = [
+                DRAFTS if mode is M.TARGET_VERIFY else rng.randint(1, max_queries) for _ in chosen
+            ]
         try:
-            self._run(mode, chosen, news)
+            self._run(mode, chosen, query_lens)
         except CheckFailed as error:
             raise CheckFailed(f"pass {number} ({mode.value}): {error}") from error
         if mode is M.TARGET_VERIFY:  # some drafts are not accepted
@@ -126,9 +128,9 @@ class _Session:
 
     def verdict(self) -> Measure:
         """Compare all outputs; one pass has too few numbers for a budget of its own."""
-        got, truth, near = (torch.cat(x) for x in zip(*self._seen, strict=True))
+        actual, truth, baseline = (torch.cat(x) for x in zip(*self._seen, strict=True))
         dtype = TORCH_DTYPES[self._point.dtype]
-        return worst([*self._selections, within_budget("output", got, truth, near, dtype)])
+        return worst([*self._selections, within_budget("output", actual, truth, baseline, dtype)])
 
     def _end(self, request: _Request) -> None:
         self._requests.remove(request)
@@ -138,19 +140,21 @@ class _Session:
         request.length, request.index = length, request.index[:length]
         request.latents = [x[:length] for x in request.latents]
 
-    def _run(self, mode: ForwardMode, chosen: Sequence[_Request], news: Sequence[int]) -> None:
-        point, device, total = self._point, self._bench.torch_device, sum(news)
+    def _run(
+        self, mode: ForwardMode, chosen: Sequence[_Request], query_lens: Sequence[int]
+    ) -> None:
+        point, device, total = self._point, self._bench.torch_device, sum(query_lens)
         dtype, case = TORCH_DTYPES[point.dtype], self._case
         padding = self._rng.randint(0, 2) if mode is not M.EXTEND else 0
         extra = DRAFTS if mode is M.TARGET_VERIFY else 1
-        for request, n in zip(chosen, news, strict=True):
+        for request, n in zip(chosen, query_lens, strict=True):
             self._allocator.grow(request.key, request.length + n)
-        lengths = [r.length + n for r, n in zip(chosen, news, strict=True)]
+        lengths = [r.length + n for r, n in zip(chosen, query_lens, strict=True)]
         pages = [self._allocator.pages(r.key) for r in chosen] + [[0]] * padding
         table = pad_page_table(pages)
         batch = ForwardBatch.build(
             mode,
-            query_lens=[*news, *[extra] * padding],
+            query_lens=[*query_lens, *[extra] * padding],
             seq_lens=[*lengths, *[extra] * padding],
             page_table=table.to(device),
             page_size=point.page_size,
@@ -166,14 +170,14 @@ class _Session:
         k_index = (draw(dim) * 2.0 ** draw(1).round()).to(dtype)
         latents = [draw(1, 576).to(dtype) for _ in self._layers]
         queries = [draw(self._layers[0].num_q_heads, 576).to(dtype) for _ in self._layers]
-        served = _PHASE.get(mode) in (None, *self._bench.row.phases)
-        require(served, f"the row does not serve {mode.value}")
+        phase_served = _PHASE.get(mode) in (None, *self._bench.row.phases)
+        require(phase_served, f"the row does not serve {mode.value}")
         metadata = self._dispatcher.init_forward_metadata(batch)
         chosen_slots = self._dispatcher.index_topk(
             *to_device((q_index, k_index, weights), device), self._layers[0], batch, metadata
         )
-        self._record(chosen, news, k_index, latents)
-        case = replace(case, mode=mode, query_lens=tuple(news), seq_lens=tuple(lengths))
+        self._record(chosen, query_lens, k_index, latents)
+        case = replace(case, mode=mode, query_lens=tuple(query_lens), seq_lens=tuple(lengths))
         dense = mode is M.EXTEND and max(lengths) <= case.index_topk
         require((chosen_slots is None) == dense, "dense without need, or selected without need")
         indexer = _indexer(case, q_index, weights, [r.index for r in chosen])
@@ -189,9 +193,9 @@ class _Session:
             )
             assert isinstance(out, Tensor)
             first = 0
-            for request, n in zip(chosen, news, strict=True):
+            for request, n in zip(chosen, query_lens, strict=True):
                 part, keys = slice(first, first + n), request.latents[index]
-                truth, near = (
+                truth, baseline = (
                     attend_request(
                         queries[index][part],
                         keys,
@@ -203,26 +207,26 @@ class _Session:
                     )[0]
                     for exact in (torch.float64, dtype)
                 )
-                self._seen.append((out[part].cpu(), truth, near))
+                self._seen.append((out[part].cpu(), truth, baseline))
                 first += n
         require(first == total, "tokens were lost")
 
     def _record(
         self,
         chosen: Sequence[_Request],
-        news: Sequence[int],
+        query_lens: Sequence[int],
         k_index: Tensor,
         latents: Sequence[Tensor],
     ) -> None:
         first = 0
-        for request, n in zip(chosen, news, strict=True):
+        for request, n in zip(chosen, query_lens, strict=True):
             new = slice(first, first + n)
             stored = _stored(k_index[new], self._case)
             request.index = torch.cat([request.index, stored]) if request.length else stored
-            kept = [_stored_latents(x[new], self._case) for x in latents]
+            stored_latents = [_stored_latents(x[new], self._case) for x in latents]
             request.latents = [
                 torch.cat([old.to(x.dtype), x])
-                for old, x in zip(request.latents, kept, strict=True)
+                for old, x in zip(request.latents, stored_latents, strict=True)
             ]
             request.length, first = request.length + n, first + n
 
@@ -249,20 +253,20 @@ def _stored_latents(latents: Tensor, case: Case) -> Tensor:
 
 def _indexer(case: Case, q_index: Tensor, weights: Tensor, keys: Sequence[Tensor]) -> Indexer:
     selected = tuple(
-        select(index_scores(q_index[t], weights[t], keys[r][:seen]), case.index_topk)
-        for r, t, seen in visible(case)
+        select(index_scores(q_index[t], weights[t], keys[r][:num_visible]), case.index_topk)
+        for r, t, num_visible in visible(case)
     )
-    none = torch.zeros(0, case.index_topk, dtype=torch.int32)
+    no_slots = torch.zeros(0, case.index_topk, dtype=torch.int32)
     return Indexer(
-        q_index=q_index, weights=weights, keys=tuple(keys), topk_indices=none, selected=selected
+        q_index=q_index, weights=weights, keys=tuple(keys), topk_indices=no_slots, selected=selected
     )
 
 
 def _positions(slots: Tensor, case: Case, table: Tensor, size: int) -> list[Tensor]:
     """Return the positions that each query's slots are, of a checked selection."""
-    found = []
+    result = []
     for request, token, _ in visible(case):
         position = torch.arange(case.seq_lens[request])
         owned = table[request].long()[position // size] * size + position % size
-        found.append(torch.isin(owned, slots[token][slots[token] >= 0].long()).nonzero()[:, 0])
-    return found
+        result.append(torch.isin(owned, slots[token][slots[token] >= 0].long()).nonzero()[:, 0])
+    return result

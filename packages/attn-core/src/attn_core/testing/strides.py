@@ -17,21 +17,23 @@ from torch import Tensor
 Strides = Literal["packed", "fused", "apart", "heads-first", "values-apart"]
 
 
-def restrided(how: Strides, tensors: Sequence[Tensor]) -> list[Tensor]:
+def restrided(strides: Strides, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return queries, keys and values, [T, heads, dim] each, in other strides."""
     widths = [x.shape[1] * x.shape[2] for x in tensors]
-    return [_one(how, x, sum(widths[:i]), sum(widths), is_v=i == 2) for i, x in enumerate(tensors)]
+    return [
+        _one(strides, x, sum(widths[:i]), sum(widths), is_v=i == 2) for i, x in enumerate(tensors)
+    ]
 
 
-def _one(how: Strides, x: Tensor, before: int, width: int, *, is_v: bool) -> Tensor:
+def _one(strides: Strides, x: Tensor, index: int, width: int, *, is_v: bool) -> Tensor:
     tokens, heads, dim = x.shape
-    if how == "fused":
-        own = heads * dim  # alone, it is half of a row
-        rows = x.new_full((tokens, width if width > own else 2 * own), torch.nan)
-        view = rows[:, before : before + own].view(x.shape)
-    elif how == "apart" or (how == "values-apart" and is_v):
+    if strides == "fused":
+        row_size = heads * dim  # alone, it is half of a row
+        rows = x.new_full((tokens, width if width > row_size else 2 * row_size), torch.nan)
+        view = rows[:, index : index + row_size].view(x.shape)
+    elif strides == "apart" or (strides == "values-apart" and is_v):
         view = x.new_full((tokens, heads, 2 * dim), torch.nan)[..., dim:]
-    elif how == "heads-first":
+    elif strides == "heads-first":
         view = x.new_empty(heads, tokens, dim).transpose(0, 1)
     else:
         return x

@@ -52,7 +52,7 @@ class BackendSuite:
             return
         spec, libraries = cls.spec(), cls.libraries
         device = parse_device(cls.device) if cls.device else probe_device()
-        on = torch.device(cls.on) if cls.on else torch_device(device)
+        device_run = torch.device(cls.on) if cls.on else torch_device(device)
         if libraries is None:
             libraries = _registry().installed_libraries()
         checks = plan(
@@ -60,7 +60,7 @@ class BackendSuite:
         )
         params = [
             pytest.param(
-                partial(run_check, p, spec, on, arch=device.arch),
+                partial(run_check, p, spec, device_run, arch=device.arch),
                 id=f"{p.kind}-{p.check.id}",
                 marks=[pytest.mark.skip(reason=p.reason)] if p.row is None else [],
             )

@@ -39,7 +39,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def within_budget(
-    name: str, got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
+    name: str, actual: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
 ) -> Measure:
     """Compare with the float64 truth; raise CheckFailed beyond the budget.
 
@@ -47,46 +47,54 @@ def within_budget(
     result and of the result, by the largest entries and by the root mean square: the second sees a
     small error that is made everywhere. Infinities must agree entry by entry; NaN never passes.
     """
-    require(got.shape == truth.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(truth.shape)}")
-    got, yardstick, truth = got.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
+    require(
+        actual.shape == truth.shape,
+        f"{name}: shape {tuple(actual.shape)}, not {tuple(truth.shape)}",
+    )
+    actual, yardstick, truth = actual.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
     finite = truth.isfinite()
-    require(torch.equal(got[~finite], truth[~finite]), f"{name}: infinities differ")
-    bad = int((~got[finite].isfinite()).sum())
-    require(bad == 0, f"{name}: {bad} of {got.numel()} values are not finite")
+    require(torch.equal(actual[~finite], truth[~finite]), f"{name}: infinities differ")
+    num_invalid = int((~actual[finite].isfinite()).sum())
+    require(num_invalid == 0, f"{name}: {num_invalid} of {actual.numel()} values are not finite")
     if not finite.any():
         return Measure()
-    found = errors(got[finite], truth[finite], yardstick[finite], rounding)
-    for how, measure in found.items():
+    measures = errors(actual[finite], truth[finite], yardstick[finite], rounding)
+    for criterion, measure in measures.items():
         require(
             measure.ratio <= 1,
-            f"{name}: {how} error {measure.error:.3e}, allowed {measure.budget:.3e}",
+            f"{name}: {criterion} error {measure.error:.3e}, allowed {measure.budget:.3e}",
         )
-    return worst([*found.values()])
+    return worst([*measures.values()])
 
 
-def judged(got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype) -> Measure:
+def judged(actual: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype) -> Measure:
     """Return what within_budget compares, without raising; an error is infinite where it is NaN.
 
     It is infinite too where a number is infinite, and the truth is another.
     """
-    got, yardstick, truth = got.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
+    actual, yardstick, truth = actual.detach().cpu().double(), yardstick.cpu().double(), truth.cpu()
     finite = truth.isfinite()
-    if not torch.equal(got[~finite], truth[~finite]) or not bool(got[finite].isfinite().all()):
+    if not torch.equal(actual[~finite], truth[~finite]) or not bool(
+        actual[finite].isfinite().all()
+    ):
         return Measure(float("inf"), 0.0)
     if not finite.any():
         return Measure()
-    return worst([*errors(got[finite], truth[finite], yardstick[finite], rounding).values()])
+    return worst([*errors(actual[finite], truth[finite], yardstick[finite], rounding).values()])
 
 
 def errors(
-    got: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
+    actual: Tensor, truth: Tensor, yardstick: Tensor, rounding: torch.dtype
 ) -> dict[str, Measure]:
     """Return the largest and the root mean square error of finite numbers, with their budgets."""
-    error, near = (got - truth).abs(), (yardstick - truth).abs()
+    error, yardstick_error = (actual - truth).abs(), (yardstick - truth).abs()
     eps = torch.finfo(rounding).eps
     return {
-        how: Measure(of(error).item(), 2 * of(near).item() + 2 * eps * of(truth.abs()).item())
-        for how, of in (("largest", torch.max), ("root mean square", _rms))
+        criterion: Measure(
+            reduce(error).item(),
+            2 * reduce(yardstick_error).item() + 2 * eps * reduce(truth.abs()).item(),
+        )
+        for criterion, reduce in (("largest", torch.max), ("root mean square", _rms))
     }
 
 

@@ -19,38 +19,42 @@ def selected_keys(
 
     q [n, 5, D] and k [n, D] in float64; sizes: how many verticals and slashes the head has.
     """
-    seen: list[Tensor] = []
+    visible: list[Tensor] = []
     length = chunks.chunk_len
-    for begin in range(0, len(k), length):
-        end = min(begin + length, len(k))
-        verticals, slashes = _lines(q, k, begin, end, sizes, scale, chunks)
-        for first in range(begin, end, _BLOCK):
-            keys = _block(first, begin, end, verticals, slashes, length)
+    for start in range(0, len(k), length):
+        end = min(start + length, len(k))
+        verticals, slashes = _lines(q, k, start, end, sizes, scale, chunks)
+        for first in range(start, end, _BLOCK):
+            keys = _block(first, start, end, verticals, slashes, length)
             rows = range(first, min(first + _BLOCK, end))
-            seen += [torch.tensor([j for j in keys if j <= i], dtype=torch.int64) for i in rows]
-    return tuple(seen)
+            visible += [torch.tensor([j for j in keys if j <= i], dtype=torch.int64) for i in rows]
+    return tuple(visible)
 
 
 def _lines(
     q: Tensor,
     k: Tensor,
-    begin: int,
+    start: int,
     end: int,
     sizes: tuple[int, int],
     scale: float,
     chunks: DualChunk,
 ) -> tuple[list[int], list[int]]:
     vertical, slash = [0.0] * end, [0.0] * end
-    for i in range(max(begin, end - chunks.sparse_last_queries), end):
-        apart = (begin // chunks.chunk_len - torch.arange(i + 1) // chunks.chunk_len).clamp(max=2)
-        chooser = q[i][torch.tensor([0, 3, 4])[apart]]  # [i + 1, D], the query that meets a key
+    for i in range(max(start, end - chunks.sparse_last_queries), end):
+        chunk_distance = (
+            start // chunks.chunk_len - torch.arange(i + 1) // chunks.chunk_len
+        ).clamp(max=2)
+        chooser = q[i][
+            torch.tensor([0, 3, 4])[chunk_distance]
+        ]  # [i + 1, D], the query that meets a key
         weights = ((chooser * k[: i + 1]).sum(-1) * scale).softmax(0).tolist()
         for j, weight in enumerate(weights):
             vertical[j] += weight
             slash[i - j] += weight
-    most = float("inf")
-    vertical = [most if j < _FIRST else x for j, x in enumerate(vertical)]
-    slash = [most if d < _NEAREST else x for d, x in enumerate(slash)]
+    infinity = float("inf")
+    vertical = [infinity if j < _FIRST else x for j, x in enumerate(vertical)]
+    slash = [infinity if d < _NEAREST else x for d, x in enumerate(slash)]
     return _best(vertical, sizes[0]), _best(slash, sizes[1])
 
 
@@ -59,11 +63,15 @@ def _best(scores: Sequence[float], size: int) -> list[int]:
 
 
 def _block(
-    first: int, begin: int, end: int, verticals: list[int], slashes: list[int], length: int
+    first: int, block_start: int, end: int, verticals: list[int], slashes: list[int], length: int
 ) -> list[int]:
     """Return the keys that a block of queries shares, before causal order."""
     keys: set[int] = set()
-    for lo, hi in ((begin, end), (begin - length, begin), (0, begin - length)):
+    for lo, hi in (
+        (block_start, end),
+        (block_start - length, block_start),
+        (0, block_start - length),
+    ):
         low, covered = max(lo, 0), max(lo, 0)
         for distance in sorted(slashes, reverse=True):
             window = first + _BLOCK - distance  # where it ends

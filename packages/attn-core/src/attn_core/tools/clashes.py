@@ -23,17 +23,17 @@ def clashes(pins: tuple[Pin, ...], device: Device) -> Iterator[Finding]:
                 f"an unrelated project: {pin.distribution} cannot be imported beside it",
                 f"pip uninstall -y {name} && {pin.pip} --force-reinstall --no-deps",
             )
-        found = installed([pin.distribution, pin.replaces] if pin.replaces else [])
-        if len(found) < 2:
+        versions = installed([pin.distribution, pin.replaces] if pin.replaces else [])
+        if len(versions) < 2:
             continue
-        kept, gone = pin.replaces, pin.distribution
+        kept, removed = pin.replaces, pin.distribution
         if device.type == "npu":
-            kept, gone = gone, kept
-        fix = f"pip install '{kept}=={found[kept]}' --force-reinstall --no-deps"
+            kept, removed = removed, kept
+        fix = f"pip install '{kept}=={versions[kept]}' --force-reinstall --no-deps"
         yield Finding(
             pin.distribution,
-            found[pin.distribution] or "found",
+            versions[pin.distribution] or "found",
             "problem",
             f"it has the files of {pin.replaces}, which is installed too: the last one is imported",
-            f"pip uninstall -y {gone} && {fix}",
+            f"pip uninstall -y {removed} && {fix}",
         )

@@ -36,21 +36,21 @@ VECTORS = {  # architecture of a CPU → what its kernels may use
 
 def examine(registry: Registry, device: Device | None = None) -> list[Finding]:
     """Check Python, torch, driver, packages, plugins and the kernel libraries of this device."""
-    here = device or probe_device()
+    detected = device or probe_device()
     build = torch_build()
     libraries = registry.installed_libraries()
     return [
         Finding("python", platform.python_version(), "ok", "3.11 or newer"),
         *_torch(build),
         *_driver(build),
-        _device(here, device is not None, build),
-        *(_cpu(cpu) for cpu in devices_of(here)[1:] if device is None),
-        *(_npu(here, libraries) if device is None else ()),
+        _device(detected, device is not None, build),
+        *(_cpu(cpu) for cpu in devices_of(detected)[1:] if device is None),
+        *(_npu(detected, libraries) if device is None else ()),
         *_packages(registry),
-        *_kernel_libraries(registry, here, libraries, build.get("version")),
-        _tuning(registry, here, libraries, here=device is None),
-        *(probes.findings(registry, here) if device is None else ()),
-        *clashes(registry.pins, here),
+        *_kernel_libraries(registry, detected, libraries, build.get("version")),
+        _tuning(registry, detected, libraries, here=device is None),
+        *(probes.findings(registry, detected) if device is None else ()),
+        *clashes(registry.pins, detected),
     ]
 
 
@@ -87,15 +87,15 @@ def _driver(build: dict[str, str]) -> Iterator[Finding]:
         yield Finding("cuda driver", version, "ok", f"runs CUDA up to {version}")
 
 
-def _device(here: Device, assumed: bool, build: dict[str, str]) -> Finding:
-    runtime = f", runtime {here.runtime}" if here.runtime else ""
+def _device(device: Device, assumed: bool, build: dict[str, str]) -> Finding:
+    runtime = f", runtime {device.runtime}" if device.runtime else ""
     if not assumed:
-        vectors = f", {VECTORS[here.arch or '']}" if here.type == "cpu" else ""
-        return Finding("device", str(here), "ok", f"found{runtime}{vectors}")
-    if here.type in BUILDS and BUILDS[here.type] not in build:
-        text = f"assumed{runtime}; this torch is not built for {here.type} and cannot use it"
-        return Finding("device", str(here), "note", text)
-    return Finding("device", str(here), "ok", f"assumed{runtime}")
+        vectors = f", {VECTORS[device.arch or '']}" if device.type == "cpu" else ""
+        return Finding("device", str(device), "ok", f"found{runtime}{vectors}")
+    if device.type in BUILDS and BUILDS[device.type] not in build:
+        text = f"assumed{runtime}; this torch is not built for {device.type} and cannot use it"
+        return Finding("device", str(device), "note", text)
+    return Finding("device", str(device), "ok", f"assumed{runtime}")
 
 
 def _cpu(cpu: Device) -> Finding:
@@ -103,10 +103,10 @@ def _cpu(cpu: Device) -> Finding:
     return Finding("cpu", str(cpu), "ok", text)
 
 
-def _npu(here: Device, libraries: Libraries) -> Iterator[Finding]:
+def _npu(device: Device, libraries: Libraries) -> Iterator[Finding]:
     """Name a torch-npu on a machine without an NPU, where torch cannot load it and fails."""
     version = libraries.get("torch-npu")
-    if version and here.type != "npu":
+    if version and device.type != "npu":
         yield Finding(
             "torch-npu",
             version,
@@ -150,27 +150,29 @@ def _packages(registry: Registry) -> Iterator[Finding]:
 
 
 def _kernel_libraries(
-    registry: Registry, here: Device, libraries: dict[str, str | None], torch: str | None
+    registry: Registry, device: Device, libraries: dict[str, str | None], torch: str | None
 ) -> Iterator[Finding]:
     """Judge what the backends of this device require, each advice once; install nothing in vain.
 
     A backend that is declared and not implemented asks for no library: none helps it.
     """
-    wanted: dict[str, list[str]] = {}  # group → the implemented backends that require it
+    required: dict[str, list[str]] = {}  # group → the implemented backends that require it
     declared: list[str] = []
     for spec in registry.backends.values():
         for row in spec.capabilities:
-            if row.device not in ("any", here.type) or (row.archs and here.arch not in row.archs):
+            if row.device not in ("any", device.type) or (
+                row.archs and device.arch not in row.archs
+            ):
                 continue
             name = f"{spec.name} (linear)" if spec.family == "linear" else spec.name
             if row.requires and not spec.creator(row) and name not in declared:
                 declared.append(name)
             for group in row.requires:
-                users = wanted.setdefault(group, [])
+                users = required.setdefault(group, [])
                 if spec.creator(row) and spec.name not in users:
                     users.append(spec.name)
     merged: dict[tuple[str, ...], tuple[Finding, list[str], list[str]]] = {}
-    for group, users in sorted(wanted.items()):
+    for group, users in sorted(required.items()):
         for key, finding in _group(group, registry.pins, libraries, torch):
             if not users and finding.level == "note":
                 continue
@@ -178,8 +180,8 @@ def _kernel_libraries(
             groups.append(group)
             names.extend(name for name in users if name not in names)
     for key, (finding, groups, names) in merged.items():
-        serves = f"for {', '.join(sorted(names))}" if names else "for no implemented backend"
-        verdict = f"{serves}; {finding.verdict}" if finding.verdict else serves
+        purpose = f"for {', '.join(sorted(names))}" if names else "for no implemented backend"
+        verdict = f"{purpose}; {finding.verdict}" if finding.verdict else purpose
         finding = replace(finding, verdict=verdict)
         yield finding if len(groups) == 1 else _together(finding, groups, *key[:2])
     if declared:
@@ -191,8 +193,8 @@ def _together(finding: Finding, groups: list[str], kind: str, name: str) -> Find
     """Let one finding stand for several groups that one installation closes."""
     if kind == "installed":
         return finding
-    named = [n for g in groups for n in alternatives(g) if n.name == name]
-    limits = SpecifierSet(",".join(sorted({str(s) for n in named for s in n.specifier})))
+    requirements = [n for g in groups for n in alternatives(g) if n.name == name]
+    limits = SpecifierSet(",".join(sorted({str(s) for n in requirements for s in n.specifier})))
     fix = finding.fix if kind == "pinned" else f"pip install '{name}{limits}'"
     return replace(finding, subject=f"{name}{limits}", found=f"{name} not installed", fix=fix)
 
@@ -205,37 +207,39 @@ def _group(
     Findings with one key say the same: ("pinned" | "free" | "installed", distribution, …).
     """
     names = alternatives(group)
-    known = [p for p in pins if any(p.accepts(n) for n in names)]
-    fitting = {p.distribution: p for p in known if p.loads(torch)}
+    group_pins = [p for p in pins if any(p.accepts(n) for n in names)]
+    fitting = {p.distribution: p for p in group_pins if p.loads(torch)}
     tied = {p.distribution for p in pins} - set(fitting)  # pinned, but to no torch like this one
-    lacking = shortfall(group, libraries)
+    missing = shortfall(group, libraries)
     key: tuple[str, ...]
-    if lacking is not None:
+    if missing is not None:
         pin = next((p for p in fitting.values() if p.pip), None)
         free = [n for n in names if n.name not in tied | set(fitting)]
         new = not any(canonicalize_name(n.name) in libraries for n in names)
         if pin is not None:
             key = ("pinned", pin.distribution, pin.pip) if new else (group,)
-            yield key, Finding(group, lacking, "note", pin.why, pin.pip)
+            yield key, Finding(group, missing, "note", pin.why, pin.pip)
         elif free:
             key = ("free", free[0].name) if new else (group,)
-            yield key, Finding(group, lacking, "note", "", f"pip install '{free[0]}'")
+            yield key, Finding(group, missing, "note", "", f"pip install '{free[0]}'")
         else:
             texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
-            others: dict[str, list[str]] = {}
-            for p in known:
+            other_torch: dict[str, list[str]] = {}
+            for p in group_pins:
                 if not p.loads(torch):
-                    others.setdefault(p.distribution, []).append(p.torch)
-            if others:
-                has = ", ".join(f"{d} for torch{' or '.join(t)}" for d, t in others.items())
-                texts.insert(0, f"none for torch {torch}: {has}")
-            yield (group,), Finding(group, lacking, "note", "; ".join(texts))
+                    other_torch.setdefault(p.distribution, []).append(p.torch)
+            if other_torch:
+                available = ", ".join(
+                    f"{d} for torch{' or '.join(t)}" for d, t in other_torch.items()
+                )
+                texts.insert(0, f"none for torch {torch}: {available}")
+            yield (group,), Finding(group, missing, "note", "; ".join(texts))
         return
     for name in names:
         version = libraries.get(canonicalize_name(name.name))
         if version is None:
             continue
-        turn = _turn(name, group, libraries)
+        order = _turn(name, group, libraries)
         pin = fitting.get(name.name)
         fits = pin is None or SpecifierSet(pin.version).contains(version, prereleases=True)
         level: Level = "problem"
@@ -245,14 +249,16 @@ def _group(
             text, fix = f"not the version for torch {torch}: {pin.why}", pin.pip
         else:
             level, text, fix = "ok", "", ""
-        verdict = "; ".join(t for t in (turn, text) if t)
+        verdict = "; ".join(t for t in (order, text) if t)
         key = ("installed", name.name, verdict)
         yield key, Finding(name.name, version, level, verdict, fix)
 
 
 def _tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bool) -> Finding:
-    what = tuning(registry, device, libraries, here=here)
-    return Finding("measured", what.found, "ok" if what.good else "note", what.verdict, what.fix)
+    state = tuning(registry, device, libraries, here=here)
+    return Finding(
+        "measured", state.found, "ok" if state.good else "note", state.verdict, state.fix
+    )
 
 
 def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
@@ -262,7 +268,7 @@ def _turn(name: Requirement, group: str, libraries: Libraries) -> str:
         return ""
     if name.name != first.name:
         return f"not used, {first.name} goes before it"
-    before = [n.name for n in names[: names.index(first)]]
-    after = [n.name for n in names[names.index(first) + 1 :]]
-    lacking = f", for lack of {' and '.join(before)}" if before else ""
-    return f"used{lacking}" + (f", before {' and '.join(after)}" if after else "")
+    earlier = [n.name for n in names[: names.index(first)]]
+    later = [n.name for n in names[names.index(first) + 1 :]]
+    reason = f", for lack of {' and '.join(earlier)}" if earlier else ""
+    return f"used{reason}" + (f", before {' and '.join(later)}" if later else "")

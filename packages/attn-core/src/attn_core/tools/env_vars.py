@@ -14,12 +14,14 @@ def variable(flag: str) -> str:
     return PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
-def unknown_variables(environ: Mapping[str, str], known: Iterable[str], reader: str) -> list[str]:
+def unknown_variables(
+    environ: Mapping[str, str], readable: Iterable[str], reader: str
+) -> list[str]:
     """Return one sentence for every ATTN_* variable that `reader` does not read."""
-    known = tuple(known)
+    readable = tuple(readable)
     return [
         f"environment variable {name} is not read by {reader}: "
-        + (near(name, known, prefix=PREFIX) if known else "it reads none")
+        + (near(name, readable, prefix=PREFIX) if readable else "it reads none")
         for name in sorted(environ)
-        if name.startswith(PREFIX) and name not in known
+        if name.startswith(PREFIX) and name not in readable
     ]

@@ -127,12 +127,12 @@ def table(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     columns = [c for c in first if c not in hidden]
     rows = []
     for name, cells in matrix[kind].items():
-        shown = [
+        rows_shown = [
             _show(cells[c]) + ("*" if c in cells["matrix_deviations"] else "") for c in columns
         ]
         proved = _proved(cells)
         built = "" if cells["implemented"] else ", not implemented"
-        rows.append([name, *shown, " … ".join(proved) + built])
+        rows.append([name, *rows_shown, " … ".join(proved) + built])
     return ["backend", *columns, "evidence"], rows
 
 
@@ -140,14 +140,20 @@ def summary(matrix: Matrix, kind: str) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of one kind for a terminal: what a backend has, in one cell."""
     rows = []
     for name, cells in matrix[kind].items():
-        has = [c + "*" * (c in cells["matrix_deviations"]) for c in CELLS[kind] if cells[c]]
-        lacks = [
+        supported = [c + "*" * (c in cells["matrix_deviations"]) for c in CELLS[kind] if cells[c]]
+        unsupported = [
             f"no {c}*" for c in CELLS[kind] if not cells[c] and c in cells["matrix_deviations"]
         ]
         proved = _proved(cells)
         pages = _show(cells.get("page_sizes", "-"))
         built = "yes" if cells["implemented"] else "no"
-        row = [name, ", ".join(cells["devices"]), pages, " ".join([*has, *lacks]) or "-", built]
+        row = [
+            name,
+            ", ".join(cells["devices"]),
+            pages,
+            " ".join([*supported, *unsupported]) or "-",
+            built,
+        ]
         rows.append([*row, " … ".join(proved)])
     return [
         "backend",

@@ -35,13 +35,13 @@ class Probes:
     @property
     def failed(self) -> dict[RowName, str]:
         """The rows whose probe failed, with the reason."""
-        return {name: why for name, why in self.verdicts.items() if why}
+        return {name: reason for name, reason in self.verdicts.items() if reason}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, the content of a file."""
         rows = [
-            {"family": family, "backend": name, "row": row, "failed": why}
-            for (family, name, row), why in sorted(self.verdicts.items())
+            {"family": family, "backend": name, "row": row, "failed": reason}
+            for (family, name, row), reason in sorted(self.verdicts.items())
         ]
         return {"schema": SCHEMA, "date": self.date, "rows": rows}
 
@@ -54,11 +54,11 @@ class Probes:
         verdicts = {}
         for entry in rows:
             _need(isinstance(entry, dict), "an object for each row", entry)
-            family, name, row, why = (
+            family, name, row, reason = (
                 _text(x, entry.get(x)) for x in ("family", "backend", "row", "failed")
             )
             _need(family in get_args(Family), "a family", family)
-            verdicts[cast("Family", family), name, row] = why
+            verdicts[cast("Family", family), name, row] = reason
         return cls(verdicts=verdicts, date=_text("date", data.get("date")))
 
 
@@ -76,12 +76,12 @@ def read(registry: Registry, device: Device | None = None) -> Probes | None:
 def write(verdicts: Mapping[RowName, str], registry: Registry, device: Device) -> Probes:
     """Keep verdicts for this environment in the place of older ones. Raises OSError."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cut = {name: printable(why, MOST_TEXT - 50) for name, why in verdicts.items()}
-    kept = Probes(verdicts=cut, date=now)
+    shortened = {name: printable(why, MOST_TEXT - 50) for name, why in verdicts.items()}
+    probes = Probes(verdicts=shortened, date=now)
     path = store.own_path(environment(registry, device), FOLDER)
     path.parent.mkdir(parents=True, exist_ok=True)
-    store.put(path, json.dumps(kept.to_json(), indent=1) + "\n")
-    return kept
+    store.put(path, json.dumps(probes.to_json(), indent=1) + "\n")
+    return probes
 
 
 def probed(registry: Registry, device: Device | None = None) -> Registry:
@@ -89,29 +89,31 @@ def probed(registry: Registry, device: Device | None = None) -> Registry:
 
     device: this machine's; None asks the drivers. Raises UsageError for a file that is spoilt.
     """
-    found = read(registry, device)
-    if found is None or not found.failed:
+    probes = read(registry, device)
+    if probes is None or not probes.failed:
         return registry
-    where = f"on {chip(device or probe_device())}"
-    return replace(registry, failed={n: f"{where}: {why}" for n, why in found.failed.items()})
+    device_text = f"on {chip(device or probe_device())}"
+    return replace(
+        registry, failed={n: f"{device_text}: {reason}" for n, reason in probes.failed.items()}
+    )
 
 
-def findings(registry: Registry, here: Device) -> Iterator[Finding]:
+def findings(registry: Registry, device: Device) -> Iterator[Finding]:
     """Say what became of the probes on this machine, and name each row that failed."""
     fix = "attn doctor --probe"
     try:
-        found = read(registry, here)
+        probes = read(registry, device)
     except UsageError as error:
         yield Finding("probes", "unreadable", "problem", str(error), fix)
         return
-    if found is None:
+    if probes is None:
         yield Finding("probes", "none", "note", "whether the backends run was not tried", fix)
         return
-    passed = f"{len(found.verdicts) - len(found.failed)} rows"
-    yield Finding("probes", passed, "ok", f"passed, on {found.date}")
-    for (_, name, row), why in found.failed.items():
-        what, text = f"{name}, row {row}", f"not selected: {why}"
-        yield Finding(what, "failed", "problem", text, f"attn check {name}")
+    passed = f"{len(probes.verdicts) - len(probes.failed)} rows"
+    yield Finding("probes", passed, "ok", f"passed, on {probes.date}")
+    for (_, name, row), reason in probes.failed.items():
+        subject, text = f"{name}, row {row}", f"not selected: {reason}"
+        yield Finding(subject, "failed", "problem", text, f"attn check {name}")
 
 
 def _text(name: str, value: Any) -> str:

@@ -53,43 +53,44 @@ class Probed:
 
 def targets(registry: Registry, device: Device) -> list[Target]:
     """List every implemented row that can run on this machine."""
-    libraries, nothing = registry.installed_libraries(), Requirements(layers=())
+    libraries, no_layers = registry.installed_libraries(), Requirements(layers=())
     return [
         Target(spec, i)
         for _, spec in sorted(registry.backends.items())
         for i, row in enumerate(spec.capabilities)
         if spec.creator(row)
         and not any(
-            gap.need in HERE for gap in mismatches(row, nothing, device, libraries, Phase.PREFILL)
+            mismatch.need in HERE
+            for mismatch in mismatches(row, no_layers, device, libraries, Phase.PREFILL)
         )
     ]
 
 
-def probe(todo: Iterable[Target], device: Device, seconds: float = SECONDS) -> Iterator[Probed]:
+def probe(pending: Iterable[Target], device: Device, seconds: float = SECONDS) -> Iterator[Probed]:
     """Run small passes on each row, and yield what became of it.
 
     Rows share a process until one fails: its device context may be lost. seconds: the most that one
     row may take. Raises BackendError if the process cannot start.
     """
-    rest = list(todo)
-    while rest:
-        for probed in _shared(rest, device, seconds):
+    remaining = list(pending)
+    while remaining:
+        for probed in _shared(remaining, device, seconds):
             yield probed
-        rest = rest[rest.index(probed.target) + 1 :]
+        remaining = remaining[remaining.index(probed.target) + 1 :]
 
 
-def _shared(rest: list[Target], device: Device, seconds: float) -> Iterator[Probed]:
+def _shared(remaining: list[Target], device: Device, seconds: float) -> Iterator[Probed]:
     """Probe rows in one new process, up to and with the first that fails: at least one."""
-    asked = {
+    request = {
         "device": asdict(device),
-        "rows": [[t.spec.family, t.spec.name, t.index] for t in rest],
+        "rows": [[t.spec.family, t.spec.name, t.index] for t in remaining],
     }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "attn_core.testing.probe"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr,
             text=True,
             start_new_session=True,  # compilers that it starts end with it
         )
@@ -99,22 +100,24 @@ def _shared(rest: list[Target], device: Device, seconds: float) -> Iterator[Prob
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it died: the end of its output says so
-                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()  # it stays open: its end tells the process that we died
             try:
                 started = lines.get(timeout=START_SECONDS) != ""
             except queue.Empty:
                 started = False
             if not started:
-                raise BackendError(f"the process of the probes cannot start: {_end(process, said)}")
-            for target in rest:
+                raise BackendError(
+                    f"the process of the probes cannot start: {_end(process, stderr)}"
+                )
+            for target in remaining:
                 try:
                     line = lines.get(timeout=seconds)
                 except queue.Empty:
                     yield Probed(target, failed=f"no answer within {seconds:g} s")
                     return
                 if not line:
-                    yield Probed(target, failed=_end(process, said))
+                    yield Probed(target, failed=_end(process, stderr))
                     return
                 probed = Probed(target, **json.loads(line))
                 yield probed
@@ -131,7 +134,7 @@ def _read(stream: IO[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _end(process: subprocess.Popen[str], said: IO[str]) -> str:
+def _end(process: subprocess.Popen[str], stderr: IO[str]) -> str:
     """Say how a process ended, with the last line that it wrote."""
     try:
         code = process.wait(timeout=10)
@@ -142,10 +145,10 @@ def _end(process: subprocess.Popen[str], said: IO[str]) -> str:
             return f"its process was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"its process was killed by signal {-code}"
-    said.seek(0)
-    last = next((x.strip() for x in reversed(said.readlines()[-50:]) if x.strip()), "")
-    how = f"its process ended with exit code {code}"
-    return f"{how}: {printable(last, 300)}" if last else how
+    stderr.seek(0)
+    last = next((x.strip() for x in reversed(stderr.readlines()[-50:]) if x.strip()), "")
+    ending = f"its process ended with exit code {code}"
+    return f"{ending}: {printable(last, 300)}" if last else ending
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

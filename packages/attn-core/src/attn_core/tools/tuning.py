@@ -37,20 +37,22 @@ def tuning(registry: Registry, device: Device, libraries: Libraries, *, here: bo
     """Return what is measured for a device. here: it is this machine's, where files of `attn tune`
     count.
     """
-    now, own = datetime.datetime.now(datetime.UTC), None
+    now, user_profile = datetime.datetime.now(datetime.UTC), None
     if here:
         env = environment(registry, device)
         try:
-            own = store.tuned_profile(registry, device)
+            user_profile = store.tuned_profile(registry, device)
         except UsageError as error:
             return Tuning("unreadable", False, str(error), TUNE)
     shipped, stale = shipped_profile(device, registry, libraries)
-    profile = own or shipped
+    profile = user_profile or shipped
     if profile.costs:
-        source = "measured here" if own else f"shipped for {profile.device}"
+        source = "measured here" if user_profile else f"shipped for {profile.device}"
         brings = _brings(registry, device, libraries, profile)
         text = f"{source}, {profile.age(now)}; {brings}"
-        return Tuning(f"{len(profile.costs)} points", True, text, "" if own or not here else TUNE)
+        return Tuning(
+            f"{len(profile.costs)} points", True, text, "" if user_profile or not here else TUNE
+        )
     if here and not stale:
         stale = next(iter(store.others(env)), "")
     fitting = _fitting(registry, device, libraries)
@@ -98,7 +100,7 @@ def _brings(registry: Registry, device: Device, libraries: Libraries, profile: P
     by_priority = _select(registry, device, libraries, Profile(), needs)
     if by_time is None or by_priority is None:
         return "no pair of backends serves what was measured"
-    said = []
+    texts = []
     for phase in (Phase.PREFILL, Phase.DECODE):
         costs = {
             v.spec.name: v.expected
@@ -108,23 +110,23 @@ def _brings(registry: Registry, device: Device, libraries: Libraries, profile: P
         role: Role = "prefill" if phase is Phase.PREFILL else "decode"
         new, old = by_time.roles[role].backend, by_priority.roles[role].backend
         if new == old:
-            said.append(f"{role} keeps {new}")
+            texts.append(f"{role} keeps {new}")
         elif new in costs and old in costs:
-            less = 100 * (1 - costs[new].us / costs[old].us)
-            said.append(f"{role} takes {less:.0f} % less with {new} than with {old}")
+            saving = 100 * (1 - costs[new].us / costs[old].us)
+            texts.append(f"{role} takes {saving:.0f} % less with {new} than with {old}")
         else:
-            said.append(f"{role} goes to {new} from {old}, which was not measured")
-    return f"{needs.layers[0].num_q_heads} query heads: " + ", ".join(said)
+            texts.append(f"{role} goes to {new} from {old}, which was not measured")
+    return f"{needs.layers[0].num_q_heads} query heads: " + ", ".join(texts)
 
 
 def _fitting(registry: Registry, device: Device, libraries: Libraries) -> dict[str, list[str]]:
     """Return the implemented backends that fit a common layer, of phases that have several."""
-    found = _select(registry, device, libraries, Profile(), _needs(Profile()))
+    selection = _select(registry, device, libraries, Profile(), _needs(Profile()))
     fitting = {}
     for phase in (Phase.PREFILL, Phase.DECODE):
         names = [
             v.spec.name
-            for v in (found.verdicts if found else ())
+            for v in (selection.verdicts if selection else ())
             if v.phase is phase and v.fits and v.spec.creator(v.row)
         ]
         if len(names) > 1:

@@ -37,26 +37,26 @@ class Bisected:
 def bisect(
     r: Reproducer,
     run: Run,
-    beside: Run | None = None,
+    reference_run: Run | None = None,
     *,
-    most: int = 2000,
+    max_runs: int = 2000,
     step: Callable[[str], None] = lambda text: None,
 ) -> Bisected:
     """Leave out all that the fault does not need: layers, requests, tokens, heads, features.
 
-    run: asks the wrong backend. beside: asks another; where the two differ most, the oracle looks.
-    Each try runs the backend and asks the oracle. A try that the backend refuses is no failure.
-    The result is minimal if fewer than `most` calls were tried: no single step is left that keeps
-    the backend wrong. Raises UsageError if it is right from the start, and what `run` raises.
+    run: runs the wrong backend. reference_run: runs another one; the oracle checks the request in
+    which the two differ most. max_runs: calls to try. With fewer, the result is minimal: no single
+    step is left that keeps the backend wrong. A call that the backend refuses is no failure.
+    Raises UsageError if the backend is right from the start, and what `run` raises.
     """
     tried = 0
 
     def wrong(candidate: Reproducer) -> bool:
-        answers = {"it": run(candidate)}
+        outputs = {"it": run(candidate)}
         with contextlib.suppress(AttnError):
-            if beside is not None:
-                answers["beside"] = beside(candidate)
-        verdicts = judge(candidate, answers)
+            if reference_run is not None:
+                outputs["reference"] = reference_run(candidate)
+        verdicts = judge(candidate, outputs)
         return "it" in verdicts and verdicts["it"].wrong
 
     def fails(candidate: Reproducer) -> bool:
@@ -74,15 +74,15 @@ def bisect(
             "which backend is wrong; a fault that comes and goes cannot be bisected"
         )
     steps: list[str] = []
-    again = True
-    while again and tried < most:
-        again = False
+    changed = True
+    while changed and tried < max_runs:
+        changed = False
         for name, smaller in smaller_calls(r):
-            if tried >= most:
+            if tried >= max_runs:
                 break
             step(name)
             if fails(smaller):
-                r, again = smaller, True
+                r, changed = smaller, True
                 steps.append(name)
                 break
     return Bisected(r, tuple(steps), tried)
@@ -101,18 +101,18 @@ def smaller_calls(r: Reproducer) -> Iterator[Step]:
 def _fewer_layers(r: Reproducer) -> Iterator[Step]:
     n = len(r.others)
     for size in _halves(n):
-        for at in range(0, n, size):
-            kept = r.others[:at] + r.others[at + size :]
-            yield f"{n - len(kept)} other layers", replace(r, others=kept)
+        for first in range(0, n, size):
+            remaining = r.others[:first] + r.others[first + size :]
+            yield f"{n - len(remaining)} other layers", replace(r, others=remaining)
 
 
 def _fewer_requests(r: Reproducer) -> Iterator[Step]:
     n = len(r.seq_lens)
     for size in _halves(n - 1):
-        for at in range(0, n, size):
-            kept = [b for b in range(n) if not at <= b < at + size]
-            if kept:
-                yield f"{n - len(kept)} of {n} requests", some_requests(r, kept)
+        for first in range(0, n, size):
+            remaining = [b for b in range(n) if not first <= b < first + size]
+            if remaining:
+                yield f"{n - len(remaining)} of {n} requests", some_requests(r, remaining)
 
 
 def _fewer_queries(r: Reproducer) -> Iterator[Step]:
@@ -125,10 +125,10 @@ def _fewer_queries(r: Reproducer) -> Iterator[Step]:
             for last in (True, False):
                 first = rows.stop - cut if last else rows.start
                 tokens = torch.arange(len(r.q), device="cpu")
-                kept = tokens[(tokens < first) | (tokens >= first + cut)]
+                remaining = tokens[(tokens < first) | (tokens >= first + cut)]
                 lens = _changed(r.query_lens, b, n - cut)
                 keys = _changed(r.seq_lens, b, r.seq_lens[b] - cut * last)
-                fields = some_tokens(r, kept)
+                fields = some_tokens(r, remaining)
                 fewer = replace(r, query_lens=lens, seq_lens=keys, **fields)
                 yield f"{cut} of {n} queries of request {b}", repaged(fewer)
 
@@ -155,23 +155,27 @@ def _fewer_heads(r: Reproducer) -> Iterator[Step]:
     group = layer.num_q_heads // kv
     for cut in _halves(kv - 1):
         for first in (0, cut):
-            own = slice(first, first + kv - cut)
-            heads = torch.arange(own.start * group, own.stop * group, device="cpu")
-            yield f"{cut} of {kv} KV heads", _with_heads(r, own, heads)
+            head_slice = slice(first, first + kv - cut)
+            heads = torch.arange(head_slice.start * group, head_slice.stop * group, device="cpu")
+            yield f"{cut} of {kv} KV heads", _with_heads(r, head_slice, heads)
     for cut in _halves(group - 1):
         heads = torch.arange(kv * group, device="cpu").view(kv, group)[:, cut:].flatten()
         yield f"{cut} of {group} query heads per KV head", _with_heads(r, slice(0, kv), heads)
 
 
-def _with_heads(r: Reproducer, own: slice, heads: Tensor) -> Reproducer:
+def _with_heads(r: Reproducer, head_slice: slice, heads: Tensor) -> Reproducer:
     """Keep some KV heads and query heads."""
-    at = 2 if r.cache.layout == "NHD" else 1
+    head_dim = 2 if r.cache.layout == "NHD" else 1
 
     def picked(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-        return raw.narrow(at, own.start, own.stop - own.start).contiguous().view(x.dtype)
+        return (
+            raw.narrow(head_dim, head_slice.start, head_slice.stop - head_slice.start)
+            .contiguous()
+            .view(x.dtype)
+        )
 
     blocks, k = r.cache.block_scales, picked(r.cache.k)
     assert k is not None  # a cache has keys
@@ -181,24 +185,24 @@ def _with_heads(r: Reproducer, own: slice, heads: Tensor) -> Reproducer:
         assert k_blocks is not None
         cache = replace(cache, block_scales=(k_blocks, picked(blocks[1])))
     q, sinks = r.q[:, heads].contiguous(), r.layer.sinks
-    shape = {"num_q_heads": q.shape[1], "num_kv_heads": own.stop - own.start}
+    shape = {"num_q_heads": q.shape[1], "num_kv_heads": head_slice.stop - head_slice.start}
     return replace(
         r,
         layer=replace(r.layer, **shape, sinks=None if sinks is None else sinks[heads].contiguous()),
         others=tuple(replace(x, **shape) for x in r.others),
         cache=cache,
         q=q,
-        k=None if r.k is None else r.k[:, own].contiguous(),
-        v=None if r.v is None else r.v[:, own].contiguous(),
+        k=None if r.k is None else r.k[:, head_slice].contiguous(),
+        v=None if r.v is None else r.v[:, head_slice].contiguous(),
     )
 
 
 def _fewer_features(r: Reproducer) -> Iterator[Step]:
     layer = r.layer
     for name in ("sliding_window", "logit_cap", "sinks"):
-        none: dict[str, Any] = {name: None}
+        disabled: dict[str, Any] = {name: None}
         if getattr(layer, name) is not None:
-            yield name, repaged(replace(r, layer=replace(layer, **none)))
+            yield name, repaged(replace(r, layer=replace(layer, **disabled)))
     window = layer.sliding_window
     for cut in _halves((window or 1) - 1):
         narrower = replace(layer, sliding_window=(window or 1) - cut)
@@ -239,8 +243,8 @@ def _halves(n: int) -> list[int]:
     return sizes
 
 
-def _changed(lens: tuple[int, ...], at: int, to: int) -> tuple[int, ...]:
-    return (*lens[:at], to, *lens[at + 1 :])
+def _changed(lens: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*lens[:index], value, *lens[index + 1 :])
 
 
 def smallest(
@@ -256,31 +260,31 @@ def smallest(
     The answers of all recorded backends to the smallest call are recorded with it.
     """
     if backend is None:
-        every = replay(r, [], registry, device)
-        wrong = [x.name for x in every if x.now and x.now.wrong]
-        if not wrong:
-            ran = ", ".join(x.name for x in every if x.now) or "the recorded backends"
-            missing = [f"{x.name} was not run: {x.refused}" for x in every if x.refused]
+        replayed = replay(r, [], registry, device)
+        wrong_names = [x.name for x in replayed if x.now and x.now.wrong]
+        if not wrong_names:
+            run_names = ", ".join(x.name for x in replayed if x.now) or "the recorded backends"
+            missing = [f"{x.name} was not run: {x.refused}" for x in replayed if x.refused]
             raise UsageError(
                 "; ".join(
                     (
-                        f"none of {ran} is wrong here",
+                        f"none of {run_names} is wrong here",
                         *missing,
                         "name one with --backend, or run it on the device where it was recorded",
                     )
                 )
             )
-        backend = wrong[0]
+        backend = wrong_names[0]
 
     def asked(name: str) -> Run:
         return lambda call: rerun(call, bench_for(call, name, registry, device))
 
-    others = [name for name in r.recorded if name != backend]
-    beside = asked(others[0]) if others else None
-    found = bisect(r, asked(backend), beside, step=step)
+    other_names = [name for name in r.recorded if name != backend]
+    reference_run = asked(other_names[0]) if other_names else None
+    result = bisect(r, asked(backend), reference_run, step=step)
     recorded = {}
-    for name in (backend, *others):
+    for name in (backend, *other_names):
         with contextlib.suppress(AttnError):
-            answer = asked(name)(found.smallest)
-            recorded[name] = (answer.out, answer.lse)
-    return replace(found, smallest=replace(found.smallest, recorded=recorded))
+            outputs = asked(name)(result.smallest)
+            recorded[name] = (outputs.out, outputs.lse)
+    return replace(result, smallest=replace(result.smallest, recorded=recorded))

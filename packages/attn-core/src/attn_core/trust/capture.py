@@ -71,24 +71,24 @@ def captured(
     """Return the call of these requests, with what the backends answered."""
     layer, rows = _described(call.layer), list(requests)
     lens, queries = call.seq_lens(), call.query_lens()
-    own, new = [lens[b] for b in rows], [queries[b] for b in rows]
+    seq_lens_kept, new = [lens[b] for b in rows], [queries[b] for b in rows]
     cache, table = compacted(
         call.cache,
         call.view.page_table[rows],
-        own,
-        seen_from=seen_from(layer, new, own),
+        seq_lens_kept,
+        seen_from=seen_from(layer, new, seq_lens_kept),
     )
     spec = call.batch.spec
     if spec is not None and spec.tree_mask is not None:
         spec = replace(spec, tree_mask=spec.tree_mask[rows].cpu().contiguous())
-    whole = Reproducer(
+    full = Reproducer(
         setting=Setting.of(config),
         layer=layer,
         others=_others(config, layer),
         cache=cache,
         mode=call.batch.forward_mode,
         query_lens=tuple(new),
-        seq_lens=tuple(own),
+        seq_lens=tuple(seq_lens_kept),
         page_table=table,
         q=call.q,
         k=call.k,
@@ -101,10 +101,10 @@ def captured(
     )
     starts = torch.tensor([0, *queries], device="cpu").cumsum(0).tolist()
     tokens = torch.cat([torch.arange(starts[b], starts[b + 1], device="cpu") for b in rows])
-    parts = some_tokens(whole, tokens.to(call.q.device))
+    parts = some_tokens(full, tokens.to(call.q.device))
     recorded = {name: _host(x) for name, x in parts.pop("recorded").items()}
     q, k, v = _host((parts["q"], parts["k"], parts["v"]))
-    return replace(whole, recorded=recorded, q=q, k=k, v=v)
+    return replace(full, recorded=recorded, q=q, k=k, v=v)
 
 
 def _host(tensors: tuple[Any, ...]) -> Any:

@@ -26,10 +26,10 @@ class Fields:
             raise UsageError(f"{self.name}: {key} is {printable(repr(value), 60)}")
         return value
 
-    def number(self, key: str, *, least: int = 0, most: int = MOST) -> int:
+    def number(self, key: str, *, minimum: int = 0, maximum: int = MOST) -> int:
         """Return a whole number in a range."""
         value: int = self.get(key, int)
-        if not least <= value <= most:
+        if not minimum <= value <= maximum:
             raise UsageError(f"{self.name}: {key} {printable(str(value)[:30])} is out of range")
         return value
 
@@ -43,8 +43,8 @@ class Fields:
     def lengths(self, key: str) -> tuple[int, ...]:
         """Return one length per request."""
         values = self.get(key, list)
-        whole = all(type(x) is int and 0 <= x <= MOST for x in values)
-        if not values or not whole:
+        valid = all(type(x) is int and 0 <= x <= MOST for x in values)
+        if not values or not valid:
             raise UsageError(f"{self.name}: {key} (expected lengths of requests)")
         return tuple(values)
 

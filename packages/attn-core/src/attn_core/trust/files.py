@@ -64,10 +64,10 @@ def save(r: Reproducer, path: Path) -> None:
         "recorded": list(r.recorded),
     }
     save_file = _library().torch.save_file
-    kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+    saved = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(kept, part, metadata={_KEY: json.dumps(data)})
+        save_file(saved, part, metadata={_KEY: json.dumps(data)})
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -108,10 +108,10 @@ def load(path: Path) -> Reproducer:
         RecursionError,
         library.SafetensorError,
     ) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"{printable(str(path), 200)} is no reproducer: {printable(said, 300)}; `Shadow` and "
-            "`attn bisect` write them"
+            f"{printable(str(path), 200)} is no reproducer: {printable(message, 300)}; `Shadow` "
+            "and `attn bisect` write them"
         ) from error
 
 
@@ -120,11 +120,11 @@ def _reproducer(data: Fields, tensors: Mapping[str, Tensor]) -> Reproducer:
         raise UsageError(f"its format is {data.data['format']}, this attn-core reads {FORMAT}")
     setting = _setting(Fields(data.get("setting", dict), "setting"))
     layer = _layer(Fields(data.get("layer", dict), "layer"), tensors.get("sinks"))
-    others = data.get("others", list)
-    if len(others) > _MOST_LAYERS:
-        raise UsageError(f"{len(others)} other layers")
-    more = tuple(_layer(Fields(x, "others"), None) for x in others)
-    if any(x.view != layer.view for x in more):
+    layers = data.get("others", list)
+    if len(layers) > _MOST_LAYERS:
+        raise UsageError(f"{len(layers)} other layers")
+    other_layers = tuple(_layer(Fields(x, "others"), None) for x in layers)
+    if any(x.view != layer.view for x in other_layers):
         raise UsageError("layers of several views")
     mode = ForwardMode(
         data.one_of("mode", tuple(m.value for m in ForwardMode if m.value != "idle"))
@@ -155,7 +155,7 @@ def _reproducer(data: Fields, tensors: Mapping[str, Tensor]) -> Reproducer:
     r = Reproducer(
         setting=setting,
         layer=layer,
-        others=more,
+        others=other_layers,
         cache=cache,
         mode=mode,
         query_lens=queries,
@@ -187,7 +187,7 @@ def _setting(data: Fields) -> Setting:
 
 
 def _layer(data: Fields, sinks: Tensor | None) -> AttentionLayer:
-    numbers: dict[str, Any] = {n: data.number(n, least=1) for n in _LAYER[1:5]}
+    numbers: dict[str, Any] = {n: data.number(n, minimum=1) for n in _LAYER[1:5]}
     cap, window = data.data.get("logit_cap"), data.data.get("sliding_window")
     if len(data.get("view", str)) > _NAME:
         raise UsageError("layer: the name of its view is too long")
@@ -197,7 +197,7 @@ def _layer(data: Fields, sinks: Tensor | None) -> AttentionLayer:
         scale=float(data.get("scale", (int, float))),
         view=data.get("view", str),
         logit_cap=None if cap is None else float(data.get("logit_cap", (int, float))),
-        sliding_window=None if window is None else data.number("sliding_window", least=1),
+        sliding_window=None if window is None else data.number("sliding_window", minimum=1),
         is_causal=data.get("is_causal", bool),
         is_cross=data.get("is_cross", bool),
         sinks=sinks,
@@ -212,8 +212,8 @@ def _tensor(
 ) -> Tensor:
     x = tensors.get(name)
     if x is None or tuple(x.shape) != shape or x.dtype not in dtypes:
-        has = "absent" if x is None else f"{x.dtype} {list(x.shape)}"
-        raise UsageError(f"{name} is {has} (expected {list(shape)} of {dtypes[0]})")
+        stored = "absent" if x is None else f"{x.dtype} {list(x.shape)}"
+        raise UsageError(f"{name} is {stored} (expected {list(shape)} of {dtypes[0]})")
     return x
 
 

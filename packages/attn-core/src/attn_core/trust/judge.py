@@ -54,28 +54,32 @@ def judge(r: Reproducer, answers: Mapping[str, Answer]) -> dict[str, Verdict]:
 
     Returns for each the request that uses most of its budget; of equal ones the first.
     """
-    found: dict[str, Verdict] = {}
-    left, dtype = MOST_IN_ALL, TORCH_DTYPES[r.setting.dtype]
+    result: dict[str, Verdict] = {}
+    bytes_left, dtype = MOST_IN_ALL, TORCH_DTYPES[r.setting.dtype]
     for request, rows in enumerate(r.rows):
-        queries = chosen(rows, answers)[:left]
-        left -= len(queries)
+        queries = chosen(rows, answers)[:bytes_left]
+        bytes_left -= len(queries)
         if not queries:
             continue
         solve = partial(_solve, r, request, queries)
         truth = solve(torch.float64, 0)
-        nears = {a.rounds: yardstick(partial(solve, rounds=a.rounds), dtype, truth)
+        baselines = {a.rounds: yardstick(partial(solve, rounds=a.rounds), dtype, truth)
                  for a in answers.values()}  # fmt: skip
-        at = torch.tensor(queries, device="cpu") + rows.start
+        token_rows = torch.tensor(queries, device="cpu") + rows.start
         for name, answer in answers.items():
-            near = nears[answer.rounds]
-            verdicts = [Verdict(request, judged(answer.out[at], truth[0], near[0], dtype), "out")]
+            baseline = baselines[answer.rounds]
+            verdicts = [
+                Verdict(
+                    request, judged(answer.out[token_rows], truth[0], baseline[0], dtype), "out"
+                )
+            ]
             if answer.lse is not None:
-                lse = judged(answer.lse[at], truth[1], near[1], torch.float32)
+                lse = judged(answer.lse[token_rows], truth[1], baseline[1], torch.float32)
                 verdicts.append(Verdict(request, lse, "lse"))
             for verdict in verdicts:
-                if name not in found or verdict.measure.ratio > found[name].measure.ratio:
-                    found[name] = verdict
-    return found
+                if name not in result or verdict.measure.ratio > result[name].measure.ratio:
+                    result[name] = verdict
+    return result
 
 
 def chosen(rows: slice, answers: Mapping[str, Answer]) -> list[int]:

@@ -49,11 +49,11 @@ def replay(
                 raise
             refused[name] = str(error)
     for name, (out, lse) in r.recorded.items():
-        ran = answers.get((name, True))
-        answers[name, False] = Answer(out, lse, None if ran is None else ran.rounds)
+        answer = answers.get((name, True))
+        answers[name, False] = Answer(out, lse, None if answer is None else answer.rounds)
     ordered = {f"{'now' if now else 'then'} {name}": a for (name, now), a in answers.items()}
     verdicts = judge(r, ordered)
-    every = dict.fromkeys([*names, *r.recorded])
+    all_names = dict.fromkeys([*names, *r.recorded])
     return [
         Replayed(
             name,
@@ -61,7 +61,7 @@ def replay(
             recorded=verdicts.get(f"then {name}"),
             refused=refused.get(name, ""),
         )
-        for name in every
+        for name in all_names
     ]
 
 
@@ -77,13 +77,13 @@ def described(r: Reproducer) -> str:
         "not causal": not layer.is_causal,
         "tree": r.spec is not None and r.spec.tree_mask is not None,
     }
-    said = [n if v is True else f"{n} {v:g}" for n, v in features.items() if v]
+    texts = [n if v is True else f"{n} {v:g}" for n, v in features.items() if v]
     tokens = f"{sum(r.query_lens)} queries over {', '.join(map(str, r.seq_lens[:8]))}"
-    more = " …" if len(r.seq_lens) > 8 else ""
+    ellipsis = " …" if len(r.seq_lens) > 8 else ""
     return (
         f"{r.mode.value}, layer {layer.layer_id}: {len(r.seq_lens)} requests, "
-        f"{tokens}{more} tokens; "
+        f"{tokens}{ellipsis} tokens; "
         f"{s.kind}, {layer.num_q_heads} heads over {layer.num_kv_heads}, head_dim {dims}, "
         f"{s.dtype}, cache {s.kv_cache_dtype}, page_size {r.cache.page_size}"
-        f"{''.join(f', {x}' for x in said)}"
+        f"{''.join(f', {x}' for x in texts)}"
     )

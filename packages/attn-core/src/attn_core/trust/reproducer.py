@@ -81,7 +81,7 @@ class Reproducer:
         spec = self.spec
         if spec is not None and spec.tree_mask is not None:
             spec = replace(spec, tree_mask=spec.tree_mask.to(device))
-        own = CacheView.build(
+        full_view = CacheView.build(
             page_table=table,
             page_size=self.cache.page_size,
             seq_lens=self.seq_lens,
@@ -97,7 +97,7 @@ class Reproducer:
             page_table=table if view == "full" else table.new_zeros(len(full), width),
             page_size=self.cache.page_size,
             spec=spec,
-            views={} if view == "full" else {view: own},
+            views={} if view == "full" else {view: full_view},
             writes=False,
         )
         return batch if self.host_lengths else without_host_lengths(batch)
@@ -118,15 +118,15 @@ class Reproducer:
         mask = None if self.spec is None else self.spec.tree_mask
         if mask is None or self.mode is not ForwardMode.TARGET_VERIFY:
             return None
-        seen, prefix = mask[request], self.seq_lens[request] - self.query_lens[request]
-        place = torch.cat([torch.arange(prefix, device="cpu"), prefix + seen.sum(-1) - 1])
-        window, found = self.layer.sliding_window, []
-        for i, row in enumerate(seen):
+        visible_drafts, prefix = mask[request], self.seq_lens[request] - self.query_lens[request]
+        place = torch.cat([torch.arange(prefix, device="cpu"), prefix + visible_drafts.sum(-1) - 1])
+        window, result = self.layer.sliding_window, []
+        for i, row in enumerate(visible_drafts):
             keys = torch.cat([torch.ones(prefix, dtype=torch.bool, device="cpu"), row])
             if window is not None:
                 keys &= place > place[prefix + i] - window
-            found.append(keys.nonzero().flatten())
-        return found
+            result.append(keys.nonzero().flatten())
+        return result
 
 
 def compacted(
@@ -145,27 +145,27 @@ def compacted(
     ends = [-(-s // size) for s in seq_lens]
     starts = [first // size for first in seen_from or [0] * len(ends)]
     column = torch.arange(max(ends, default=0), device="cpu")
-    own = (column >= torch.tensor(starts, device="cpu")[:, None]) & (
+    valid = (column >= torch.tensor(starts, device="cpu")[:, None]) & (
         column < torch.tensor(ends, device="cpu")[:, None]
     )
-    table = table[:, : len(column)] * own
+    table = table[:, : len(column)] * valid
     read = torch.cat([table.new_zeros(1), table.flatten()])
-    kept, numbers = torch.unique(read, return_inverse=True)
-    pages = kept.to(cache.k.device)
+    used_pages, numbers = torch.unique(read, return_inverse=True)
+    pages = used_pages.to(cache.k.device)
 
     def taken(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-        some = raw[pages].cpu().contiguous()
-        some[0] = 0
-        return some.view(x.dtype)
+        copied = raw[pages].cpu().contiguous()
+        copied[0] = 0
+        return copied.view(x.dtype)
 
     k = taken(cache.k)
     assert k is not None  # only V and scales may be absent
     blocks = cache.block_scales
     k_blocks = None if blocks is None else taken(blocks[0])
-    fresh = LayerCache(
+    compact_cache = LayerCache(
         k=k,
         v=taken(cache.v),
         k_scale=_number(cache.k_scale),
@@ -173,7 +173,7 @@ def compacted(
         block_scales=None if blocks is None or k_blocks is None else (k_blocks, taken(blocks[1])),
         layout=cache.layout,
     )
-    return fresh, numbers[1:].view(table.shape).int()
+    return compact_cache, numbers[1:].view(table.shape).int()
 
 
 def _number(scale: float | Tensor) -> float | Tensor:

@@ -28,8 +28,8 @@ DRAFTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT
 
 def device_of(on: torch.device) -> Device:
     """Return this machine's device of a torch type; its CPU always counts as one."""
-    here = probe_device()
-    return here if torch_device(here).type == on.type else Device(on.type)
+    device = probe_device()
+    return device if torch_device(device).type == on.type else Device(on.type)
 
 
 def fitting_row(
@@ -62,20 +62,22 @@ def fitting_row(
     for row in spec.capabilities:
         if row.kind != setting.kind or spec.creator(row) is None:
             continue
-        beside = (LayerRequirements(kind="gdn"),) if row.with_linear_layers else ()
-        asked = dataclasses.replace(needs, layers=(*needs.layers, *beside))
-        lacks = [
-            str(gap)
+        extra_layers = (LayerRequirements(kind="gdn"),) if row.with_linear_layers else ()
+        requirements = dataclasses.replace(needs, layers=(*needs.layers, *extra_layers))
+        row_mismatches = [
+            str(mismatch)
             for phase in phases
-            for gap in mismatches(row, asked, device, libraries, phase, speculates=topk > 0)
+            for mismatch in mismatches(
+                row, requirements, device, libraries, phase, speculates=topk > 0
+            )
         ]
         if layout not in row.layouts:
-            lacks.append(f"layout {layout} (supports {', '.join(sorted(row.layouts))})")
+            row_mismatches.append(f"layout {layout} (supports {', '.join(sorted(row.layouts))})")
         if not row.absorbed:
-            lacks.append("a pass over the latent cache (absorbed: not supported)")
-        if not lacks:
+            row_mismatches.append("a pass over the latent cache (absorbed: not supported)")
+        if not row_mismatches:
             return row
-        gaps.append(list(dict.fromkeys(lacks)))
+        gaps.append(list(dict.fromkeys(row_mismatches)))
     if not gaps:
         raise UnsupportedError(f"{spec.name} has no rows of kind {setting.kind} that can be run")
     nearest: list[str] = min(gaps, key=len)
@@ -123,41 +125,41 @@ def rerun(r: Reproducer, bench: Bench) -> Answer:
 
     Raises an AttnError; what the backend itself raises is a BackendRunError.
     """
-    on, limits = bench.torch_device, r.setting.limits
-    layer, others = _on(r.layer, on), [_on(x, on) for x in r.others]
+    device, limits = bench.torch_device, r.setting.limits
+    layer, other_layers = _on(r.layer, device), [_on(x, device) for x in r.others]
     try:
         with torch.no_grad():
             backend = bench.create(
-                (layer, *others),
+                (layer, *other_layers),
                 dtype=r.setting.dtype,
                 page_size=r.cache.page_size,
                 kv_dtype=r.setting.kv_cache_dtype,
                 **{name: limits.get(name, 0) for name in limits},
             )
-            batch = r.batch(on)
+            batch = r.batch(device)
             metadata = backend.init_forward_metadata(batch)
-            got = backend.forward(
-                r.q.to(on),
-                None if r.k is None else r.k.to(on),
-                None if r.v is None else r.v.to(on),
+            output = backend.forward(
+                r.q.to(device),
+                None if r.k is None else r.k.to(device),
+                None if r.v is None else r.v.to(device),
                 layer,
-                _copied(r.cache, on),
+                _copied(r.cache, device),
                 batch,
                 metadata,
                 return_lse=r.lse and bench.row.lse,
             )
-        out, lse = got if isinstance(got, tuple) else (got, None)
-        answer = Answer(
+        out, lse = output if isinstance(output, tuple) else (output, None)
+        result = Answer(
             out.cpu(), None if lse is None else lse.cpu(), bench.rounds(r.setting.kv_cache_dtype)
         )
     except AttnError:
         raise
     except Exception as error:  # a plugin's code: whatever it raises is the finding
-        said = f"{type(error).__name__}: {error}"
-        raise BackendRunError(f"{bench.spec.name} failed: {said}") from error
-    if answer.out.shape != (len(r.q), r.layer.num_q_heads, r.layer.v_head_dim):
-        raise BackendRunError(f"{bench.spec.name} returned {list(answer.out.shape)}")
-    return answer
+        message = f"{type(error).__name__}: {error}"
+        raise BackendRunError(f"{bench.spec.name} failed: {message}") from error
+    if result.out.shape != (len(r.q), r.layer.num_q_heads, r.layer.v_head_dim):
+        raise BackendRunError(f"{bench.spec.name} returned {list(result.out.shape)}")
+    return result
 
 
 def _on(layer: AttentionLayer, device: torch.device) -> AttentionLayer:

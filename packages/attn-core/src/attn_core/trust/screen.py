@@ -20,20 +20,20 @@ def suspects(a: Answer, b: Answer, batch: ForwardBatch) -> list[int]:
         pairs.append((a.lse, b.lse, torch.finfo(torch.float32).eps))
     lens = batch.query_lens_host
     ends = [0, *batch.cu_seqlens_q[1:].tolist()] if lens is None else None
-    found: set[int] = set()
+    result: set[int] = set()
     for x, y, eps in pairs:
         rows = _rows(x, y).cpu()  # one wait for the device per call
-        at = 0
+        start = 0
         for i in range(batch.batch_size):
             n = ends[i + 1] - ends[i] if ends is not None else (lens or ())[i]
-            error, size, errors, sizes = rows[:, at : at + n]
-            at += n
+            error, size, errors, sizes = rows[:, start : start + n]
+            start += n
             if n == 0:
                 continue
             allowed = ROUNDINGS * eps * size.max(), ROUNDINGS * eps * sizes.mean().sqrt()
             if not (error.max() <= allowed[0] and errors.mean().sqrt() <= allowed[1]):
-                found.add(i)
-    return sorted(found)
+                result.add(i)
+    return sorted(result)
 
 
 def _rows(x: Tensor, y: Tensor) -> Tensor:

@@ -30,12 +30,12 @@ def load() -> Callable[..., Any]:
             f"{module.FA2_UNAVAILABLE_REASON}; each version is built for one torch and needs "
             "Intel's driver: attn doctor names the version that goes with the installed torch"
         )
-    has = inspect.signature(module.flash_attn_varlen_func).parameters
-    lacking = [p for p in PARAMETERS if p not in has]
-    if lacking:
+    accepted = inspect.signature(module.flash_attn_varlen_func).parameters
+    missing = [p for p in PARAMETERS if p not in accepted]
+    if missing:
         raise BackendError(
             "intel_xpu: flash_attn_varlen_func of the installed vllm-xpu-kernels has no parameter "
-            f"{', '.join(lacking)} (it has {', '.join(has)}); install vllm-xpu-kernels 0.1.16"
+            f"{', '.join(missing)} (it has {', '.join(accepted)}); install vllm-xpu-kernels 0.1.16"
         )
     attend: Callable[..., Any] = module.flash_attn_varlen_func
     return attend

@@ -12,21 +12,21 @@ SILENT_S = 0.5  # a call that took longer did not come out of a cache
 
 
 @contextmanager
-def building(what: str, *, certain: bool = False) -> Iterator[None]:
-    """Log `what` around a call that may compile (JIT), as info of the logger "attn_nvidia".
+def building(label: str, *, always: bool = False) -> Iterator[None]:
+    """Log `label` around a call that may compile (JIT), as info of the logger "attn_nvidia".
 
     Only around plans and first calls: entering takes about a microsecond. A call over 0.5 s is
-    logged afterwards with its seconds; one that is `certain` to compile is also logged before.
+    logged afterwards with its seconds; one that is `always` to compile is also logged before.
     What the call raises is logged with its seconds too, and passes through.
     """
-    if certain:
-        LOG.info("building %s …", what)
+    if always:
+        LOG.info("building %s …", label)
     start = time.perf_counter()
-    done = "failed to build"
+    outcome = "failed to build"
     try:
         yield
-        done = "built"
+        outcome = "built"
     finally:
         took = time.perf_counter() - start
-        if certain or took > SILENT_S:
-            LOG.info("%s %s in %.1f s", done, what, took)
+        if always or took > SILENT_S:
+            LOG.info("%s %s in %.1f s", outcome, label, took)

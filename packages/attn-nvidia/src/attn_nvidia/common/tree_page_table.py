@@ -30,19 +30,19 @@ def seen_slots(
         return pages * page_size + (token % page_size).int()
 
     drafts = slot(prefix[:, None] + torch.arange(n, device=prefix.device))
-    near = tree_mask
+    in_window = tree_mask
     if window is None:
-        before = prefix.new_zeros(b, n)
+        num_before = prefix.new_zeros(b, n)
         table = page_table.new_zeros(b, n, width + 1)
     else:
         depth = tree_mask.sum(-1) - 1  # the position of a draft, counted from the prefix's end
-        near = tree_mask & (depth[:, None] > depth[:, :, None] - window)
-        before = torch.minimum((window - 1 - depth).clamp_(min=0), prefix[:, None])
+        in_window = tree_mask & (depth[:, None] > depth[:, :, None] - window)
+        num_before = torch.minimum((window - 1 - depth).clamp_(min=0), prefix[:, None])
         column = torch.arange(width + 1, device=prefix.device)
-        token = (prefix[:, None] - before)[..., None] + column
+        token = (prefix[:, None] - num_before)[..., None] + column
         table = slot(token.clamp_(max=page_table.shape[1] * page_size - 1))
     # one column more takes the drafts that are not seen
-    place = torch.where(near, before[..., None] + near.cumsum(-1) - 1, width)
+    place = torch.where(in_window, num_before[..., None] + in_window.cumsum(-1) - 1, width)
     table.scatter_(2, place, drafts[:, None].expand(b, n, n))
-    lengths = before + near.sum(-1)
+    lengths = num_before + in_window.sum(-1)
     return table.flatten(0, 1), lengths.flatten().int()

@@ -85,8 +85,8 @@ class FA3(AttentionBackend):
     def init_forward_metadata_replay_cuda_graph(self, batch: ForwardBatch, metadata: Plans) -> None:
         """Derive again what depends on the lengths, into the tensors of the capture."""
         for kind, plan in metadata.items():
-            for captured, fresh in zip(plan, self._planner.plan(kind, batch, plan), strict=True):
-                for name, value in fresh.arguments.items():
+            for captured, new_plan in zip(plan, self._planner.plan(kind, batch, plan), strict=True):
+                for name, value in new_plan.arguments.items():
                     target = captured.arguments[name]
                     if isinstance(value, Tensor) and value.data_ptr() != target.data_ptr():
                         target.copy_(value)

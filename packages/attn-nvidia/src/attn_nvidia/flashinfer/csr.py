@@ -113,9 +113,9 @@ def plan_csr(
     first[:b] = np.arange(0, b * step, step, dtype=np.int32) if step else 0
     first[b] = (rows - 1) * step + width
     if window is not None:
-        behind = np.maximum(keys - queries - (window - 1), 0) // page_size
-        keys = keys - behind * page_size
-        first[:b] += behind
+        skipped_pages = np.maximum(keys - queries - (window - 1), 0) // page_size
+        keys = keys - skipped_pages * page_size
+        first[:b] += skipped_pages
     # keys - (first[1:] - first[:-1] - 1) · page_size, in place: an array costs more than its sum
     np.subtract(first[:-1], first[1:], out=last)
     last += 1
@@ -124,6 +124,6 @@ def plan_csr(
     queries.cumsum(out=packed[1 : b + 1])
     ((keys + (page_size - 1)) // page_size).cumsum(out=packed[3 * b + 3 : 4 * b + 3])
     packed[4 * b + 3 :] = keys
-    whole = torch.from_numpy(packed)
-    *lists, pages, left = whole.split_with_sizes((b + 1, b + 1, b, b + 1, b))
-    return HostCsr(whole[: 3 * b + 2], Csr(*lists), pages, left)
+    host_buffer = torch.from_numpy(packed)
+    *lists, pages, tokens_left = host_buffer.split_with_sizes((b + 1, b + 1, b, b + 1, b))
+    return HostCsr(host_buffer[: 3 * b + 2], Csr(*lists), pages, tokens_left)

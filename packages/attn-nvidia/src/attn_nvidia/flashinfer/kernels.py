@@ -39,8 +39,8 @@ def choose(
     if mode in DECODE_MODES:
         # Four queries for one load of K and V are worth tensor cores, FP8 needs their conversion,
         # and only they split at fixed places.
-        few = group.num_queries_per_kv < 4 and not fp8(config) and not config.deterministic
-        return "decode" if few else "fa2"
+        few_heads = group.num_queries_per_kv < 4 and not fp8(config) and not config.deterministic
+        return "decode" if few_heads else "fa2"
     if masked or mode is ForwardMode.TARGET_VERIFY or not fa3_takes(config, group):
         return "fa2"
     if config.deterministic:

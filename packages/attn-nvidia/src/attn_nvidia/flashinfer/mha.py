@@ -114,12 +114,12 @@ class FlashInfer(AttentionBackend):
         for group, cap in self._classes:
             if group.view not in batch.views:
                 continue
-            at = group.view, group.window, group.causal
-            if at not in tables:
+            key = group.view, group.window, group.causal
+            if key not in tables:
                 page_size = self.config.page_size
-                tables[at] = Table(*at, batch, page_size=page_size, static=captured)
-                tables[at].fill(batch, queries)
-            table = tables[at]
+                tables[key] = Table(*key, batch, page_size=page_size, static=captured)
+                tables[key].fill(batch, queries)
+            table = tables[key]
             shape = self._shape(group, cap, batch, queries, table, scratch if captured else None)
             if captured:
                 size = schedule_bytes(group, batch.batch_size, batch.num_tokens, self._processors)

@@ -98,20 +98,20 @@ class FlashInferMLA(AttentionBackend):
         """Yield, for the planned layers, what BatchMLAPagedAttentionWrapper.plan takes in order."""
         causal = batch.forward_mode not in DECODE_MODES  # one query sees all keys anyway
         dtypes = TORCH_DTYPES[self.config.dtype], TORCH_DTYPES[self.config.kv_cache_dtype]
-        known: dict[str, Lists] = {}
+        lists_by_view: dict[str, Lists] = {}
         for group, scale in self._keys:
             view = batch.views.get(group.view)
             if view is None:
                 continue
             heads = kernel_heads(batch, group.num_q_heads)
-            if group.view not in known:
+            if group.view not in lists_by_view:
                 keys, size = key_lengths(view), self.config.page_size
                 table = adjacent(view.page_table, keys, size, captured=captured)
                 qo_indptr, kv_indptr, kv_len = host_lengths(batch, keys, table)
-                known[group.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
-            refuse_too_many(batch.num_tokens, len(known[group.view][-1]), heads)
+                lists_by_view[group.view] = (qo_indptr, kv_indptr, page_list(table), kv_len)
+            refuse_too_many(batch.num_tokens, len(lists_by_view[group.view][-1]), heads)
             shape = (heads, LATENT, ROPE, self.config.page_size)
-            yield (group, scale), (*known[group.view], *shape, causal, scale, *dtypes)
+            yield (group, scale), (*lists_by_view[group.view], *shape, causal, scale, *dtypes)
 
     def forward(
         self,
@@ -135,8 +135,8 @@ class FlashInferMLA(AttentionBackend):
                 return empty_attention(q, layer, out, return_lse)
             refuse_unplanned(layer, metadata)
         heads = layer.num_q_heads
-        lacking = kernel_heads(batch, heads) - heads
-        q = torch.nn.functional.pad(q, (0, 0, 0, lacking)) if lacking else align16(q)
+        padding_heads = kernel_heads(batch, heads) - heads
+        q = torch.nn.functional.pad(q, (0, 0, 0, padding_heads)) if padding_heads else align16(q)
         q_latent, q_rope = q.split_with_sizes((LATENT, ROPE), -1)
         latent, rope = _pages(cache)
         scale = cache.k_scale if self._fp8 else None
@@ -145,13 +145,13 @@ class FlashInferMLA(AttentionBackend):
             q_rope,
             latent,
             rope,
-            out=None if lacking else out,
+            out=None if padding_heads else out,
             return_lse=return_lse,
             return_lse_base_on_e=True,
             ckv_scale=scale,
             kpe_scale=scale,
         )
-        if not lacking:
+        if not padding_heads:
             return result
         padded, *lse = result if isinstance(result, tuple) else (result,)
         padded = copy_to_out(padded[:, :heads], out)

@@ -70,10 +70,10 @@ def refuse_too_many(tokens: int, requests: int, heads: int) -> None:
     tile = 128 if rows > 64 * requests else 64
     if rows // tile + requests <= _MOST_TILES:
         return
-    most = (_MOST_TILES - requests) * tile // heads
+    max_queries = (_MOST_TILES - requests) * tile // heads
     raise UnsupportedError(
         f"flashinfer: {tokens} query tokens of {heads} heads in one absorbed pass (a "
-        f"plan has room for about {most}); prefill in smaller chunks"
+        f"plan has room for about {max_queries}); prefill in smaller chunks"
     )
 
 
@@ -162,15 +162,15 @@ class PerPassCache(Generic[T]):
         """Forget all values: a pass begins."""
         self._values.clear()
 
-    def get(self, of: Sequence[Tensor], parameters: Hashable, make: Callable[[], T]) -> T:
+    def get(self, inputs: Sequence[Tensor], parameters: Hashable, make: Callable[[], T]) -> T:
         """Return the value made of these tensors, and of `parameters`, in this pass."""
-        versions = [0 if t.is_inference() else t._version for t in of]
-        for tensors, then, also, value in self._values:
-            same = all(a is b for a, b in zip(tensors, of, strict=True))
-            if same and then == versions and also == parameters:
+        versions = [0 if t.is_inference() else t._version for t in inputs]
+        for tensors, old_versions, cached_parameters, value in self._values:
+            same = all(a is b for a, b in zip(tensors, inputs, strict=True))
+            if same and old_versions == versions and cached_parameters == parameters:
                 return value
         if len(self._values) == _MOST_KEPT:  # a caller that never begins a pass
             del self._values[0]
         value = make()
-        self._values.append((of, versions, parameters, value))
+        self._values.append((inputs, versions, parameters, value))
         return value

@@ -33,11 +33,11 @@ class UnchangedTensors:
         if any(x.is_inference() for x in lengths):  # they count no changes
             self._seen = ()
             return False
-        now = tuple((x, x._version) for x in lengths)
-        same = len(now) == len(self._seen) and all(
-            a is b and m == n for (a, m), (b, n) in zip(now, self._seen, strict=True)
+        versions = tuple((x, x._version) for x in lengths)
+        same = len(versions) == len(self._seen) and all(
+            a is b and m == n for (a, m), (b, n) in zip(versions, self._seen, strict=True)
         )
-        self._seen = now
+        self._seen = versions
         return same
 
 
@@ -127,7 +127,7 @@ class Ragged:
     def _read(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
         """Copy both to the host, unless they are those of the last call."""
         if not self._recent.same(cu_seqlens_q, cu_seqlens_k):
-            both = torch.cat((cu_seqlens_q, cu_seqlens_k)).cpu()
+            host_starts = torch.cat((cu_seqlens_q, cu_seqlens_k)).cpu()
             size = cu_seqlens_q.shape[0]
-            self._lengths = both[:size], both[size:]
+            self._lengths = host_starts[:size], host_starts[size:]
             self._of_last = set()

@@ -60,12 +60,12 @@ def mask_bits(
             columns[:, None] - loose_window(window, n)
         )
         prefix = torch.from_numpy(length - n).to(device, non_blocking=True)[:, None, None]
-        behind = (early < first) & (early < 0) & (early >= -prefix)
-        hidden = torch.cat((hidden, behind), 2)
+        before_window = (early < first) & (early < 0) & (early >= -prefix)
+        hidden = torch.cat((hidden, before_window), 2)
         columns = torch.cat((columns.expand(n, n), early), 1)
     bits = torch.where(hidden, row + columns, 0)
     # a byte of 255 less some of its bits, modulo 256
-    taken = torch.where(hidden, 256 - (1 << (bits & 7)), 0).to(torch.uint8)
+    cleared = torch.where(hidden, 256 - (1 << (bits & 7)), 0).to(torch.uint8)
     mask = torch.empty(int(starts[-1]), dtype=torch.uint8, device=device) if out is None else out
-    mask.fill_(255).index_add_(0, (bits >> 3).flatten(), taken.flatten())
+    mask.fill_(255).index_add_(0, (bits >> 3).flatten(), cleared.flatten())
     return mask, indptr

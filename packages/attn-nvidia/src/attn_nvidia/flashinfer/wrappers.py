@@ -255,6 +255,6 @@ class WrapperPool:
             if lease() is None:
                 entry[1] = weakref.ref(owner)
                 return planned  # type: ignore[no-any-return]  # the first of each entry
-        fresh = PlannedWrapper(self._library, shape, workspace)
-        entries.append([fresh, weakref.ref(owner)])
-        return fresh
+        wrapper = PlannedWrapper(self._library, shape, workspace)
+        entries.append([wrapper, weakref.ref(owner)])
+        return wrapper

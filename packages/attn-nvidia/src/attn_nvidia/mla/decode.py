@@ -119,9 +119,9 @@ class MlaDecode(AttentionBackend):
     def _table(self, view: CacheView) -> Tensor:
         """Return the table of the kernel's pages; the batch's own where that is the same."""
         table = split_pages(view.page_table, self.config.page_size, self.page)
-        lacking = -table.shape[1] % self.columns
-        if lacking:
-            return torch.nn.functional.pad(table, (0, lacking))  # page 0, never read
+        missing = -table.shape[1] % self.columns
+        if missing:
+            return torch.nn.functional.pad(table, (0, missing))  # page 0, never read
         return table.contiguous()
 
     def forward(

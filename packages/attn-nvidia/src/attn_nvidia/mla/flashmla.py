@@ -85,8 +85,8 @@ class FlashMLA(MlaDecode):
 
     def refill(self, group: LayerGroup, plan: DecodePlan) -> None:
         """Schedule a replay; a schedule has the same shape for all lengths."""
-        fresh = self.plan(group, plan.table, plan.seq_lens, plan.queries)
-        for old, new in zip(plan.extra.tensors, fresh.tensors, strict=True):
+        new_plan = self.plan(group, plan.table, plan.seq_lens, plan.queries)
+        for old, new in zip(plan.extra.tensors, new_plan.tensors, strict=True):
             old.copy_(new)
 
     def attend(
@@ -121,5 +121,5 @@ class FlashMLA(MlaDecode):
         """Return what selects the kernels and, for FP8's, how queries and keys were scaled."""
         if not self._fp8:
             return self._kernels
-        of = self._scales.of
-        return {**self._kernels, "descale_q": of(1.0), "descale_k": of(k_scale)}
+        scale_tensor = self._scales.of
+        return {**self._kernels, "descale_q": scale_tensor(1.0), "descale_k": scale_tensor(k_scale)}

@@ -82,7 +82,7 @@ class TrtllmGen(TrtllmMha[Pass]):
         _fill_ends(plan, view)
 
     def _attend(
-        self, q: Tensor, this: Prepared, batch: ForwardBatch, plan: Pass, out: Tensor, lse: bool
+        self, q: Tensor, prepared: Prepared, batch: ForwardBatch, plan: Pass, out: Tensor, lse: bool
     ) -> Tensor | None:
         scratch = plan.scratch
         sums = None
@@ -92,17 +92,17 @@ class TrtllmGen(TrtllmMha[Pass]):
         if plan.ends is None:
             self._decode(
                 q,
-                this.pages,
+                prepared.pages,
                 scratch,
                 plan.requests.table,
                 plan.requests.lens,
                 plan.longest,
-                this.bmm1_scale,
-                this.bmm2_scale,
-                this.window_left,
+                prepared.bmm1_scale,
+                prepared.bmm2_scale,
+                prepared.window_left,
                 out,
-                sinks=this.sinks,
-                kv_layout=this.layout,
+                sinks=prepared.sinks,
+                kv_layout=prepared.layout,
                 enable_pdl=True,
                 backend="trtllm-gen",
                 q_len_per_req=plan.q_len,
@@ -110,26 +110,26 @@ class TrtllmGen(TrtllmMha[Pass]):
             )
         else:
             table = plan.requests.table
-            if this.pages[0].element_size() == 1:
-                this, table = _dequantised(this, table, q.dtype)
+            if prepared.pages[0].element_size() == 1:
+                prepared, table = _dequantised(prepared, table, q.dtype)
             self._context(
                 q,
-                this.pages,
+                prepared.pages,
                 scratch,
                 table,
                 plan.requests.lens,
                 plan.q_len,
                 plan.longest,
-                this.bmm1_scale,
-                this.bmm2_scale,
+                prepared.bmm1_scale,
+                prepared.bmm2_scale,
                 batch.batch_size,
                 batch.cu_seqlens_q,
                 plan.ends,
-                this.window_left,
+                prepared.window_left,
                 out,
-                kv_layout=this.layout,
+                kv_layout=prepared.layout,
                 enable_pdl=True,
-                sinks=this.sinks,
+                sinks=prepared.sinks,
                 lse=sums,
             )
         return None if sums is None else natural(sums)
@@ -140,20 +140,20 @@ def _fill_ends(plan: Pass, view: CacheView) -> None:
         torch.cumsum(view.seq_lens, 0, dtype=torch.int32, out=plan.ends[1:])
 
 
-def _dequantised(this: Prepared, table: Tensor, dtype: torch.dtype) -> tuple[Prepared, Tensor]:
+def _dequantised(prepared: Prepared, table: Tensor, dtype: torch.dtype) -> tuple[Prepared, Tensor]:
     """Copy the pages of a table out of an FP8 cache, in `dtype`, and number the copies.
 
     The context kernel takes queries and cache in one dtype, and queries in e4m3 are another model.
     """
-    cache = replace(this.cache, k=this.pages[0], v=this.pages[1])
+    cache = replace(prepared.cache, k=prepared.pages[0], v=prepared.pages[1])
     k, v = read_pages(cache, table, dtype)
     assert v is not None
     copies = torch.arange(table.numel(), dtype=torch.int32, device=table.device)
     plain = replace(
-        this,
+        prepared,
         pages=(k.flatten(0, 1), v.flatten(0, 1)),
         layout="NHD",
-        bmm1_scale=float(this.layer.scale),
+        bmm1_scale=float(prepared.layer.scale),
         bmm2_scale=1.0,
     )
     return plain, copies.view_as(table)

@@ -91,8 +91,8 @@ class RequestTables:
         pages = self.table.view(*view.page_table.shape, parts)
         pages.copy_(view.page_table[:, :, None])
         if parts > 1:
-            within = torch.arange(parts, dtype=torch.int32, device=pages.device)
-            pages.mul_(parts).add_(within)
+            offsets = torch.arange(parts, dtype=torch.int32, device=pages.device)
+            pages.mul_(parts).add_(offsets)
 
 
 class TrtllmMha(AttentionBackend, Generic[Plan]):
@@ -118,7 +118,7 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
 
     @abstractmethod
     def _attend(
-        self, q: Tensor, this: Prepared, batch: ForwardBatch, plan: Plan, out: Tensor, lse: bool
+        self, q: Tensor, prepared: Prepared, batch: ForwardBatch, plan: Plan, out: Tensor, lse: bool
     ) -> Tensor | None:
         """Fill out, dense as q is; return the LSE where it is asked for."""
 
@@ -151,16 +151,21 @@ class TrtllmMha(AttentionBackend, Generic[Plan]):
     ) -> Output:
         """Attend to the cache, which holds k and v already."""
         refuse_call(self.config, return_lse=return_lse, sparse=topk_indices is not None)
-        this = self._prepared.get(layer.layer_id)
-        if this is None or this.cache is not cache or this.layer is not layer or this.moved:
-            this = self._prepared[layer.layer_id] = self._prepare(layer, cache)
+        prepared = self._prepared.get(layer.layer_id)
+        if (
+            prepared is None
+            or prepared.cache is not cache
+            or prepared.layer is not layer
+            or prepared.moved
+        ):
+            prepared = self._prepared[layer.layer_id] = self._prepare(layer, cache)
         q = contiguous16(q)
         buffer, lse = contiguous_out(q, layer.v_head_dim, out), None
         if q.shape[0]:
-            plan = metadata.get(this.key)
+            plan = metadata.get(prepared.key)
             if plan is None:
                 refuse_unplanned(layer, metadata)
-            lse = self._attend(q, this, batch, plan, buffer, return_lse)
+            lse = self._attend(q, prepared, batch, plan, buffer, return_lse)
         result = copy_to_out(buffer, out)
         if not return_lse:
             return result

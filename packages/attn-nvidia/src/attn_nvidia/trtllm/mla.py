@@ -119,13 +119,13 @@ class TrtllmMLA(MlaDecode):
         result = copy_to_out(result, out)
         return (result, natural(returned[1])) if return_lse else result
 
-    def _first(self, what: str, call: Any) -> Any:
+    def _first(self, label: str, call: Any) -> Any:
         """Call a kernel; the first call may build or fetch it."""
-        if what in self._called:
+        if label in self._called:
             return call()
-        with building(f"trtllm-gen's {what} kernels"):
+        with building(f"trtllm-gen's {label} kernels"):
             result = call()
-        self._called.add(what)
+        self._called.add(label)
         return result
 
     def forward_ragged(
@@ -147,9 +147,9 @@ class TrtllmMLA(MlaDecode):
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:
             return empty_attention(q, layer, out, return_lse)
-        of = (cu_seqlens_q, cu_seqlens_k)
+        key = (cu_seqlens_q, cu_seqlens_k)
         lengths, rows_without_keys = self._lengths.get(
-            of, (q.shape[0], causal), lambda: _lengths(*of, q, causal)
+            key, (q.shape[0], causal), lambda: _lengths(*key, q, causal)
         )
         result = contiguous_out(q, v.shape[-1], out)
 
@@ -167,7 +167,7 @@ class TrtllmMLA(MlaDecode):
                 -1.0,
                 lengths.shape[0],
                 -1,
-                *of,
+                *key,
                 None,
                 causal,
                 return_lse,

@@ -70,15 +70,15 @@ class Xqa(TrtllmMha[Rows]):
         self._masks: dict[int, Tensor] = {}
 
     def _prepare(self, layer: AttentionLayer, cache: LayerCache) -> Prepared:
-        this = super()._prepare(layer, cache)
-        if this.layout == "NHD":
-            return this
-        k, v = this.pages  # the kernels go by strides
+        prepared = super()._prepare(layer, cache)
+        if prepared.layout == "NHD":
+            return prepared
+        k, v = prepared.pages  # the kernels go by strides
         blocks = None
-        if this.blocks is not None:
-            blocks = (this.blocks[0].transpose(1, 2), this.blocks[1].transpose(1, 2))
+        if prepared.blocks is not None:
+            blocks = (prepared.blocks[0].transpose(1, 2), prepared.blocks[1].transpose(1, 2))
         pages = (k.transpose(1, 2), v.transpose(1, 2))
-        return replace(this, pages=pages, blocks=blocks, layout="NHD")
+        return replace(prepared, pages=pages, blocks=blocks, layout="NHD")
 
     def _plan(self, key: PlanKey, batch: ForwardBatch) -> Rows:
         view, window = batch.views[key[0]], key[1]
@@ -93,8 +93,8 @@ class Xqa(TrtllmMha[Rows]):
             mask = self._mask(q_len, batch.batch_size)
         else:
             of_token = request_of_token(batch.cu_seqlens_q, batch.num_tokens)
-            each = _each_token(view, batch, of_token)
-            requests = RequestTables.of(each, self._parts, derived=True)
+            tables = _each_token(view, batch, of_token)
+            requests = RequestTables.of(tables, self._parts, derived=True)
         self._build(key, q_len)
         need = max(
             workspace_bytes.xqa(self._processors, group, dim, q_len)
@@ -124,64 +124,64 @@ class Xqa(TrtllmMha[Rows]):
             kind = (dim, group, window, q_len)
             if kind in self._built:
                 continue
-            what = f"head dim {dim}, group {group}, page {self._page}, {q_len} queries"
-            with building(f"XQA ({what}{', window' * window}, {self._store})"):
+            label = f"head dim {dim}, group {group}, page {self._page}, {q_len} queries"
+            with building(f"XQA ({label}{', window' * window}, {self._store})"):
                 self._built[kind] = self._module(
                     self._dtype, self._store, self._page, dim, group, window, self._dtype, q_len
                 )
 
     def _attend(
-        self, q: Tensor, this: Prepared, batch: ForwardBatch, plan: Rows, out: Tensor, lse: bool
+        self, q: Tensor, prepared: Prepared, batch: ForwardBatch, plan: Rows, out: Tensor, lse: bool
     ) -> None:
         if self._exact:
-            self._attend_exactly(q, this, plan, out)
+            self._attend_exactly(q, prepared, plan, out)
             return
         self._decode(
             q,
-            this.pages,
+            prepared.pages,
             plan.scratch,
             plan.requests.table,
             plan.requests.lens,
             0,  # the longest request: XQA takes what the table has room for
-            this.bmm1_scale,
-            this.bmm2_scale,
-            this.window_left,
+            prepared.bmm1_scale,
+            prepared.bmm2_scale,
+            prepared.window_left,
             out,
-            sinks=this.sinks,
-            kv_layout=this.layout,
+            sinks=prepared.sinks,
+            kv_layout=prepared.layout,
             enable_pdl=True,  # asked of the device in every call otherwise; sm90 and up have it
             backend="xqa",
             q_len_per_req=plan.q_len,
             mask=plan.mask,
-            kv_cache_sf=this.blocks,
+            kv_cache_sf=prepared.blocks,
         )
 
-    def _attend_exactly(self, q: Tensor, this: Prepared, plan: Rows, out: Tensor) -> None:
+    def _attend_exactly(self, q: Tensor, prepared: Prepared, plan: Rows, out: Tensor) -> None:
         """Read an FP8 cache on Hopper with the kernel that computes in 16 bits.
 
         xqa() takes csrc/xqa/mha_sm90.cu there, which rounds queries and probabilities to e4m3;
         the module it calls offers both. It takes the addresses of q, out, lengths and sinks only.
         """
-        layer, table, window = this.layer, plan.requests.table, this.window_left + 1
+        layer, table, window = prepared.layer, plan.requests.table, prepared.window_left + 1
         heads, dim = layer.num_kv_heads, layer.head_dim
         self._built[dim, layer.num_q_heads // heads, window > 0, plan.q_len].xqa(
             False,  # run_sm90_fp8_mha
             self._processors,
             heads,
             window,
-            this.bmm1_scale / this.bmm2_scale * dim**0.5,  # it divides by this root itself
+            prepared.bmm1_scale / prepared.bmm2_scale * dim**0.5,  # it divides by this root itself
             out,
             1.0,
             q,
-            this.sinks,
-            *this.pages,
+            prepared.sinks,
+            *prepared.pages,
             None,
             None,
             table,
             table.shape[1] * self._page,
             plan.requests.lens,
             table.shape[0],
-            this.bmm2_scale,  # of K too, hence the quotient above
+            prepared.bmm2_scale,  # of K too, hence the quotient above
             plan.semaphores,
             plan.partials,
             True,
@@ -196,10 +196,10 @@ def chain_mask(drafts: int, rows: int, device: torch.device) -> Tensor:
     Bit j of row i is set where j <= i: the layout of SpecDecParams in csrc/xqa/specDec.h, 32 bits
     a word, the low half first.
     """
-    words = -(-drafts // 32)
-    column = torch.arange(32 * words, device=device)
-    seen = column <= torch.arange(drafts, device=device)[:, None]
-    bits = seen.view(drafts, words, 32).long() << torch.arange(32, device=device)
+    num_words = -(-drafts // 32)
+    column = torch.arange(32 * num_words, device=device)
+    visible = column <= torch.arange(drafts, device=device)[:, None]
+    bits = visible.view(drafts, num_words, 32).long() << torch.arange(32, device=device)
     packed = bits.sum(-1).to(torch.int32).view(torch.uint16)
     return packed.expand(rows, -1, -1).contiguous()
 
@@ -208,10 +208,10 @@ def _each_token(view: CacheView, batch: ForwardBatch, of_token: Tensor) -> Cache
     """Return a view in which every token is a request that ends with it."""
     ends = batch.cu_seqlens_q[1:].index_select(0, of_token)
     lens = view.seq_lens.index_select(0, of_token)
-    behind = ends - torch.arange(1, of_token.shape[0] + 1, dtype=torch.int32, device=ends.device)
+    num_later = ends - torch.arange(1, of_token.shape[0] + 1, dtype=torch.int32, device=ends.device)
     return CacheView(
         page_table=view.page_table.index_select(0, of_token),
-        seq_lens=lens - behind.clamp(min=0),
+        seq_lens=lens - num_later.clamp(min=0),
         out_cache_loc=view.out_cache_loc,
         max_seq_len=view.max_seq_len,
     )

@@ -27,12 +27,12 @@ def function(name: str, parameters: Iterable[str], module: str = "aiter") -> Cal
             "with the same module name: pip uninstall aiter, then pip install --pre "
             "--force-reinstall --no-deps amd-aiter"
         )
-    has = inspect.signature(call).parameters
-    lacking = [p for p in parameters if p not in has]
-    if lacking:
+    accepted = inspect.signature(call).parameters
+    missing = [p for p in parameters if p not in accepted]
+    if missing:
         raise BackendError(
-            f"aiter: {name} of the installed AITER has no parameter {', '.join(lacking)} (it has "
-            f"{', '.join(has)}); install amd-aiter 0.1.7 or a build of its main branch"
+            f"aiter: {name} of the installed AITER has no parameter {', '.join(missing)} (it has "
+            f"{', '.join(accepted)}); install amd-aiter 0.1.7 or a build of its main branch"
         )
     attend: Callable[..., Any] = call
     return attend

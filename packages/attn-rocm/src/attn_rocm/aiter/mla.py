@@ -214,8 +214,8 @@ def _one_query_each(view: CacheView, batch: ForwardBatch) -> CacheView:
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=view.seq_lens.device)
     request = torch.searchsorted(batch.cu_seqlens_q[1:], tokens, right=True)
     request = request.clamp_(max=batch.batch_size - 1)
-    after = batch.cu_seqlens_q[request + 1] - 1 - tokens  # the queries of its request after it
-    lengths = (view.seq_lens[request] - after.clamp_(min=0)).int()
+    num_later = batch.cu_seqlens_q[request + 1] - 1 - tokens  # the queries of its request after it
+    lengths = (view.seq_lens[request] - num_later.clamp_(min=0)).int()
     return replace(
         view, page_table=view.page_table[request], seq_lens=lengths, out_cache_loc=None,
         seq_lens_host=None,

@@ -74,7 +74,7 @@ class Plan:
     @cached_property
     def tokens(self) -> PageList:
         """The slots of all tokens; a decode pass lists them only for a log-sum-exp."""
-        return PageList.of(self.view, self.page_size, 1, self.size, gap=LOOK_AHEAD)
+        return PageList.of(self.view, self.page_size, 1, self.size, spare=LOOK_AHEAD)
 
     @cached_property
     def cu_queries(self) -> Tensor:
@@ -86,7 +86,7 @@ class Plan:
         if self.pages is not None:
             self.pages.refill(self.view, self.page_size, kernel_page)
         if "tokens" in vars(self):
-            self.tokens.refill(self.view, self.page_size, 1, gap=LOOK_AHEAD)
+            self.tokens.refill(self.view, self.page_size, 1, spare=LOOK_AHEAD)
             self.cu_queries.copy_(batch.cu_seqlens_q.repeat_interleave(2)[1:])
         if self.tree is not None:
             self.tree.refill(batch, self.view, self.page_size)

@@ -34,31 +34,31 @@ class TreePlan:
         n = batch.spec.num_draft_tokens
         tokens = num_pages(view, 1, captured=captured)
         device = view.page_table.device
-        before = _before(view, n)
+        prefix_view = _before(view, n)
         plan = cls(
-            PageList.of(before, page_size, 1, tokens),
+            PageList.of(prefix_view, page_size, 1, tokens),
             torch.empty(batch.num_tokens, dtype=torch.int64, device=device),
             torch.empty(n * tokens, dtype=torch.bool, device=device),
             torch.empty(batch.batch_size, dtype=torch.int64, device=device),
         )
-        plan._fill(batch, view, before, page_size)
+        plan._fill(batch, view, prefix_view, page_size)
         return plan
 
     def refill(self, batch: ForwardBatch, view: CacheView, page_size: int) -> None:
         """Plan a replay into the tensors of its capture."""
         assert batch.spec is not None
-        before = _before(view, batch.spec.num_draft_tokens)
-        self.prefix.refill(before, page_size, 1)
-        self._fill(batch, view, before, page_size)
+        prefix_view = _before(view, batch.spec.num_draft_tokens)
+        self.prefix.refill(prefix_view, page_size, 1)
+        self._fill(batch, view, prefix_view, page_size)
 
     def _fill(
-        self, batch: ForwardBatch, view: CacheView, before: CacheView, page_size: int
+        self, batch: ForwardBatch, view: CacheView, prefix_view: CacheView, page_size: int
     ) -> None:
         assert batch.spec is not None
         assert batch.spec.tree_mask is not None
         n, lengths, table = batch.spec.num_draft_tokens, view.seq_lens.long(), view.page_table
         draft = torch.arange(n, device=table.device)
-        position = before.seq_lens.long()[:, None] + draft
+        position = prefix_view.seq_lens.long()[:, None] + draft
         slots = table.gather(1, position // page_size).long() * page_size + position % page_size
         self.drafts.copy_(slots.flatten())
         self.mask_indptr.copy_((lengths * n).cumsum(0) - lengths * n)

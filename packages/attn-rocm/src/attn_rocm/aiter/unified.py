@@ -76,8 +76,8 @@ class AiterUnified(AttentionBackend):
 
     def _table(self, view: CacheView) -> Tensor:
         table = split_pages(view.page_table, self.config.page_size, self._page)
-        lacking = -table.shape[1] % (TILE // self._page)
-        return torch.nn.functional.pad(table, (0, lacking)) if lacking else table
+        missing = -table.shape[1] % (TILE // self._page)
+        return torch.nn.functional.pad(table, (0, missing)) if missing else table
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Mapping[str, Plan]

@@ -87,11 +87,11 @@ class Kernel:
 
         try:
             with torch.inference_mode(False), torch.no_grad():
-                index, nothing = zeros(count, dtype=torch.int64), zeros(0, dtype=torch.int64)
+                index, empty = zeros(count, dtype=torch.int64), zeros(0, dtype=torch.int64)
                 tiles = Tiles(
                     requests=2,
-                    tokens=nothing,
-                    picks=nothing,
+                    tokens=empty,
+                    picks=empty,
                     partial_count=zeros(count, 1, 1),
                     partial=zeros(count, 1),
                     full_count=zeros(count, 1, 1),
@@ -100,8 +100,8 @@ class Kernel:
                     high=zeros(count * rows),
                     first_row=index,
                     request=index,
-                    real=nothing,
-                    logical=nothing,
+                    real=empty,
+                    logical=empty,
                 )
                 inputs = self._inputs(
                     zeros(count, s.num_kv_heads, rows, s.head_dim, dtype=s.dtype),
@@ -160,8 +160,8 @@ def _options(shape: KernelShape) -> Any:
     """
     if shape.device.startswith("cpu"):
         return None
-    wide = max(shape.head_dim, shape.v_head_dim) > 128
-    keys = 64 >> (wide + (shape.dtype == torch.float32))
+    large_head = max(shape.head_dim, shape.v_head_dim) > 128
+    keys = 64 >> (large_head + (shape.dtype == torch.float32))
     return {"BLOCK_N": min(shape.block, keys)}
 
 

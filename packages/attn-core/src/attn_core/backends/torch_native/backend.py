@@ -66,8 +66,8 @@ class TorchNative(AttentionBackend):
         )
         key_lens: dict[str, Sequence[int]] = {}
         for name, view in batch.views.items():
-            known = view.seq_lens_host
-            key_lens[name] = view.seq_lens.tolist() if known is None else known
+            host_lens = view.seq_lens_host
+            key_lens[name] = view.seq_lens.tolist() if host_lens is None else host_lens
         plans: dict[LayerGroup, tuple[Pieces, ...]] = {}
         for group, limits in self._limits.items():
             if group.view not in batch.views:
@@ -138,8 +138,8 @@ class TorchNative(AttentionBackend):
             refuse_unplanned(layer, metadata)
         block = self._limits[group].block
         if len(plan) == 1:
-            one = q if group.dual_chunk is None else q[:, 0]
-            return self._attend(one, layer, cache, plan[0], block, out, return_lse)
+            first_query = q if group.dual_chunk is None else q[:, 0]
+            return self._attend(first_query, layer, cache, plan[0], block, out, return_lse)
         parts = [
             self._attend(q[:, i], layer, cache, pieces, block, None, True)
             for i, pieces in enumerate(plan)
@@ -209,7 +209,7 @@ class TorchNative(AttentionBackend):
 
         # A merge of a few rows is all overhead, so pieces that look alike are merged at once. Not
         # in deterministic mode: there a request is merged alone too.
-        alike: dict[tuple[int, ...], list[tuple[Piece, States]]] = {}
+        by_shape: dict[tuple[int, ...], list[tuple[Piece, States]]] = {}
         for piece in pieces:
             if not piece.tiles:
                 out[piece.rows] = 0
@@ -220,11 +220,11 @@ class TorchNative(AttentionBackend):
                 finish(piece, *states[0])
             elif piece.few and not self.config.deterministic:
                 key = (piece.requests, piece.queries, piece.parts)
-                alike.setdefault(key, []).append((piece, states))
+                by_shape.setdefault(key, []).append((piece, states))
             else:
                 merged = _merge(states, 1, piece.requests)
                 finish(piece, merged[0][0], merged[1][0])
-        for (requests, _, _), group in alike.items():
+        for (requests, _, _), group in by_shape.items():
             merged = _merge(
                 [state for _, states in group for state in states], len(group), requests
             )

@@ -32,8 +32,8 @@ def ragged(starts: Sequence[int], device: torch.device) -> BlocksOf:
     """Look tokens up that lie one after another; starts: the first of each request."""
 
     def blocks_of(requests: Sequence[int], first: int, end: int) -> Where:
-        at = torch.tensor([starts[b] for b in requests], device="cpu")
-        ids = (at[:, None] + torch.arange(first, end, device="cpu")).reshape(-1)
+        offsets = torch.tensor([starts[b] for b in requests], device="cpu")
+        ids = (offsets[:, None] + torch.arange(first, end, device="cpu")).reshape(-1)
         if _consecutive(ids):
             return slice(int(ids[0]), int(ids[0]) + ids.numel())
         return ids.to(device)

@@ -91,10 +91,10 @@ class Planner:
             for first, end in self._query_blocks(layer, n, s, limits):
                 span = _span(layer, n, s, first, end)
                 size = self._requests_together(span, limits, len(members))
-                for at in range(0, len(members), size):
-                    some = members[at : at + size]
+                for offset in range(0, len(members), size):
+                    group = members[offset : offset + size]
                     cut = (n, s, first, end, *span)
-                    pieces.append(self._piece(layer, some, cut, blocks_of, limits))
+                    pieces.append(self._piece(layer, group, cut, blocks_of, limits))
         return tuple(pieces)
 
     def _query_blocks(
@@ -175,16 +175,16 @@ class Planner:
         return c1 <= earliest and (layer.window is None or c0 > latest - layer.window)
 
     @staticmethod
-    def _splits(keys: int, wanted: bool, members: Sequence[int], limits: Limits) -> int:
+    def _splits(keys: int, may_split: bool, members: Sequence[int], limits: Limits) -> int:
         """One request with few queries leaves cores idle, or far from the keys they gathered."""
         even = keys % limits.splits == 0 and keys >= limits.splits * _LEAST_SPLIT
-        return limits.splits if wanted and even and len(members) == 1 else 1
+        return limits.splits if may_split and even and len(members) == 1 else 1
 
     def _rows(self, members: Sequence[int], n: int, first: int, end: int) -> Where:
-        whole = first == 0 and end == n
+        covers_all = first == 0 and end == n
         adjacent = members[-1] - members[0] == len(members) - 1
         start = self._starts[members[0]]
-        if len(members) == 1 or (whole and adjacent):
+        if len(members) == 1 or (covers_all and adjacent):
             return slice(start + first, start + n * (len(members) - 1) + end)
         starts = torch.tensor([self._starts[b] for b in members], device="cpu")
         return (
@@ -223,8 +223,8 @@ class Planner:
         visible = visible.repeat_interleave(group, 1).unsqueeze(1)
         dead = ~visible.any(-1)
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-        known = self._device.type != "cpu" or bool(dead.any())  # elsewhere asking would sync
-        return mask.masked_fill_(~visible, -torch.inf), dead if known else None
+        may_check = self._device.type != "cpu" or bool(dead.any())  # elsewhere asking would sync
+        return mask.masked_fill_(~visible, -torch.inf), dead if may_check else None
 
 
 def _span(layer: LayerGroup, n: int, s: int, first: int, end: int) -> tuple[int, int]:

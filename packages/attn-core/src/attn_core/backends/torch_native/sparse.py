@@ -41,8 +41,12 @@ class TorchNativeSparse(AttentionBackend):
         """Plan the pass; without host lengths it asks the device."""
         view = next(iter(batch.views.values()))
         lengths = view.seq_lens_host or view.seq_lens.tolist()
-        news, first, requests = batch.query_lens_host or batch.cu_seqlens_q.diff().tolist(), 0, []
-        for row, (new, length) in enumerate(zip(news, lengths, strict=True)):
+        query_lens, first, requests = (
+            batch.query_lens_host or batch.cu_seqlens_q.diff().tolist(),
+            0,
+            [],
+        )
+        for row, (new, length) in enumerate(zip(query_lens, lengths, strict=True)):
             requests.append((row, slice(first, first + new), length))
             first += new
         return SparsePlan(dense=self._dense.init_forward_metadata(batch), requests=tuple(requests))
@@ -76,9 +80,9 @@ class TorchNativeSparse(AttentionBackend):
                 else:
                     scores = index_scores(q_index[part], weights[part], keys)
                     picked = best(scores, last, topk)
-                seen = picked <= last[:, None]
+                visible = picked <= last[:, None]
                 chosen[part, : picked.shape[1]] = torch.where(
-                    seen, slots[picked.clamp(max=length - 1)], -1
+                    visible, slots[picked.clamp(max=length - 1)], -1
                 ).int()
         return chosen
 

@@ -32,13 +32,13 @@ def run(call: Call, part: Part) -> None:
     another layer of this number and when one of their tensors lies at another address. They go when
     the cache goes.
     """
-    layer, kept = call.layer, call.cache.launchers
+    layer, bindings = call.layer, call.cache.launchers
     if part.inputs is not call.inputs:
         part.read(call.inputs)
     key = (part.pass_key, layer.layer_id, call.key)
-    bound = kept.get(key)
+    bound = bindings.get(key)
     if bound is None or bound[0] is not layer or moved(bound[1]):
-        bound = kept[key] = _bind(call, part)
+        bound = bindings[key] = _bind(call, part)
     _, _, choice, (attend, merge, change) = bound
     of_pass = part.launches.get(choice.kernel)
     if of_pass is None:
@@ -57,9 +57,9 @@ def run(call: Call, part: Part) -> None:
 
 def _bind(call: Call, part: Part) -> _Bound:
     layer, cache = call.layer, call.cache
-    choice, kept = first_fit(part.choices, layer, cache, call.q.dtype)
+    choice, bound = first_fit(part.choices, layer, cache, call.q.dtype)
     tensors = (cache.k, cache.v, *(cache.block_scales or ()), layer.sinks)
-    launchers = choice.kernel.make_launchers(call, kept, choice.launch, part)
+    launchers = choice.kernel.make_launchers(call, bound, choice.launch, part)
     return _Bound(layer, pointers(*tensors), choice, launchers)
 
 
@@ -74,7 +74,7 @@ def first_fit(
     dtype: of the queries.
     """
     for choice in choices:
-        kept = choice.kernel.bind(layer, cache, dtype)
-        if kept is not None:
-            return choice, kept
+        bound = choice.kernel.bind(layer, cache, dtype)
+        if bound is not None:
+            return choice, bound
     raise AssertionError("the last kernel of a table takes every cache")

@@ -240,7 +240,7 @@ class Kernel(ABC, Generic[PartT]):
         """Return how the layers of this call's group launch it in this pass."""
 
     @abstractmethod
-    def make_launchers(self, call: Call, kept: Any, launch: Launch, part: PartT) -> Launchers:
+    def make_launchers(self, call: Call, bound: Any, launch: Launch, part: PartT) -> Launchers:
         """Return launchers for calls with this key."""
 
 

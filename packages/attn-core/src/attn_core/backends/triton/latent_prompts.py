@@ -82,27 +82,27 @@ def cut_prompts(
     """Write one chunk: where its queries end, the keys that they see, and the pages of these."""
     chunk = tl.program_id(0)
     chunks = 0  # of the requests before a block of them
-    own = tl.zeros([], tl.int32)
+    request = tl.zeros([], tl.int32)
     first = 0
     for low in range(0, batch, BLOCK):
         b = low + tl.arange(0, BLOCK)
         ok = b < batch
         queries = tl.load(cu + b + 1, mask=ok, other=0) - tl.load(cu + b, mask=ok, other=0)
         counts = tl.cdiv(queries, CHUNK)
-        before = (chunks + tl.cumsum(counts, 0) <= chunk) & (b < batch - 1)
-        own += tl.sum(before.to(tl.int32), 0)
-        first += tl.sum(tl.where(before, counts, 0), 0)
+        earlier = (chunks + tl.cumsum(counts, 0) <= chunk) & (b < batch - 1)
+        request += tl.sum(earlier.to(tl.int32), 0)
+        first += tl.sum(tl.where(earlier, counts, 0), 0)
         chunks += tl.sum(counts, 0)
-    last = tl.load(cu + own + 1)
-    begin = tl.minimum(tl.load(cu + own) + (chunk - first) * CHUNK, last)
-    end = tl.minimum(begin + CHUNK, last)
+    last = tl.load(cu + request + 1)
+    start = tl.minimum(tl.load(cu + request) + (chunk - first) * CHUNK, last)
+    end = tl.minimum(start + CHUNK, last)
     if chunk == 0:
-        tl.store(chunk_cu, begin)
+        tl.store(chunk_cu, start)
     tl.store(chunk_cu + chunk + 1, end)
-    tl.store(chunk_lengths + chunk, tl.load(lengths + own) - (last - end))
-    row = table + own.to(tl.int64) * table_stride
+    tl.store(chunk_lengths + chunk, tl.load(lengths + request) - (last - end))
+    row = table + request.to(tl.int64) * table_stride
     chunk_row = chunk_table + chunk.to(tl.int64) * columns
     for low in range(0, columns, BLOCK):
-        at = low + tl.arange(0, BLOCK)
-        page = tl.load(row + at, mask=at < columns, other=0)
-        tl.store(chunk_row + at, page, mask=at < columns)
+        columns_read = low + tl.arange(0, BLOCK)
+        page = tl.load(row + columns_read, mask=columns_read < columns, other=0)
+        tl.store(chunk_row + columns_read, page, mask=columns_read < columns)

@@ -72,8 +72,8 @@ class Scheduler:
 
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
-        rows, most = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
-        columns = -(-(most + 3) // 4) * 4
+        rows, spans = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
+        columns = -(-(spans + 3) // 4) * 4
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
@@ -83,26 +83,26 @@ class Scheduler:
         unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
         per_kv = group.num_queries_per_kv
         split = use_split_kv(queries, per_kv, latent=self._latent, unsplit=unsplit)
-        one, tiles, new, chunk = None, None, None, 0
-        few = split and (even or queries == 1)
-        if self._latent and not (few or static is not None or self.config.deterministic):
+        part, tiles, new, chunk = None, None, None, 0
+        is_decode = split and (even or queries == 1)
+        if self._latent and not (is_decode or static is not None or self.config.deterministic):
             shape = self._shape(group, inputs, longest)
             chunk = chunk_queries(self._kernels.decode, shape, inputs.tokens)
         if chunk:
             inputs = in_chunks(inputs, chunk, -(-longest // self.config.page_size))
-            one = self._split(group, inputs, longest, chunk, None, max_queries=chunk)
+            part = self._split(group, inputs, longest, chunk, None, max_queries=chunk)
         elif split and (even or not self.config.deterministic):
-            one = self._split(group, inputs, longest, queries, static)
+            part = self._split(group, inputs, longest, queries, static)
         elif static is None and self._decodes(batch, longest):
-            one = self._split(group, inputs, longest, 1, None, max_queries=1)
+            part = self._split(group, inputs, longest, 1, None, max_queries=1)
             tiles = self._tiles(group, inputs, longest, None, min_queries=2)
         else:
             tiles = self._tiles(group, inputs, longest, static)
             if static is None and are_all_keys(self.config, group, batch):
-                own = self._shape(group, inputs, longest)._replace(page_size=0)
-                new = new_tokens(self._kernels.new_tokens, own, batch, tiles)
+                unpaged = self._shape(group, inputs, longest)._replace(page_size=0)
+                new = new_tokens(self._kernels.new_tokens, unpaged, batch, tiles)
         lse = self._unread_lse(inputs.tokens, group.num_q_heads)
-        schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=one, tiles=tiles)
+        schedule = Schedule(inputs=inputs, longest=longest, unread_lse=lse, split=part, tiles=tiles)
         schedule.new, schedule.chunk = new, chunk
         self.fill(schedule, group, batch)
         return schedule

@@ -42,8 +42,8 @@ def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int
     if not fits_tile(rows):
         return None
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
-    many = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
-    tile_units = TILE_UNITS if many and rows >= TILE_UNITS_FROM else 0
+    tiled = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
+    tile_units = TILE_UNITS if tiled and rows >= TILE_UNITS_FROM else 0
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 

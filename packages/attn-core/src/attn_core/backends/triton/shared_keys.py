@@ -27,19 +27,19 @@ def shared_keys(
 ) -> SharedKeys | None:
     """Return what a pass shared; None for a pass without a plan. layers: the group of each."""
     counts = Counter(group for group in layers if group in schedules)
-    found = {group: _counted(group, schedules[group]) for group in counts}
-    if not found:
+    result = {group: _counted(group, schedules[group]) for group in counts}
+    if not result:
         return None
     values = {
         group: n * group.num_kv_heads * token_values(group.head_dim, group.v_head_dim)
         for group, n in counts.items()
     }
-    saved = sum(values[group] * (x.tokens - x.read) for group, x in found.items())
-    total = sum(values[group] * x.total for group, x in found.items())
-    most = max(found.values(), key=lambda x: x.tokens)
+    saved = sum(values[group] * (x.tokens - x.read) for group, x in result.items())
+    total = sum(values[group] * x.total for group, x in result.items())
+    best = max(result.values(), key=lambda x: x.tokens)
     batch = next(iter(schedules.values())).inputs.batch
     assert batch is not None  # chunks of prompts over latents are no requests of it
-    counted = (batch.batch_size, most.grouped, most.tokens, most.read)
+    counted = (batch.batch_size, best.grouped, best.tokens, best.read)
     return SharedKeys(name, *counted, saved / max(total, 1))
 
 

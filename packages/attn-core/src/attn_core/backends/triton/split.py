@@ -30,7 +30,7 @@ class SplitKernel(Kernel[SplitKV]):
         """Return what all its launches in a pass share."""
 
     @abstractmethod
-    def make_attend(self, call: Call, kept: Any, launch: Launch, part: SplitKV) -> Launcher:
+    def make_attend(self, call: Call, bound: Any, launch: Launch, part: SplitKV) -> Launcher:
         """Return its own launcher for calls with this key."""
 
     def pass_launch(self, call: Call, launch: Launch, part: SplitKV) -> PassLaunch:
@@ -42,10 +42,10 @@ class SplitKernel(Kernel[SplitKV]):
             None if part.unsplit else _merge(inputs, part),
         )
 
-    def make_launchers(self, call: Call, kept: Any, launch: Launch, part: SplitKV) -> Launchers:
+    def make_launchers(self, call: Call, bound: Any, launch: Launch, part: SplitKV) -> Launchers:
         """Return launchers for calls with this key."""
-        merge = None if part.unsplit else _merge_launcher(call.layer, kept, part.cuts)
-        return Launchers(self.make_attend(call, kept, launch, part), merge)
+        merge = None if part.unsplit else _merge_launcher(call.layer, bound, part.cuts)
+        return Launchers(self.make_attend(call, bound, launch, part), merge)
 
 
 def constants_of(cuts: Cuts) -> Split:
@@ -66,11 +66,11 @@ def _merge(inputs: Pass, part: SplitKV) -> tuple[Grid, Arguments]:
     return grid, Arguments(*shared, inputs.size, cuts.programs)
 
 
-def _merge_launcher(layer: AttentionLayer, kept: _Kept, cuts: Cuts) -> Launcher:
+def _merge_launcher(layer: AttentionLayer, bound: _Kept, cuts: Cuts) -> Launcher:
     columns, rows, partials, warps = cuts.merge_tile
     return Launcher(
         merge_splits,
-        *(kept.sinks, kept.scales.v),
+        *(bound.sinks, bound.scales.v),
         *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, cuts.merges_cuts),
         constants_of(cuts),
         _merged(layer),
@@ -91,11 +91,11 @@ def merge_of_tiles(inputs: Pass, part: Tiles) -> tuple[Grid, Arguments] | None:
     return (most_slots(part.processors), _MERGERS, 1), Arguments(*shared, inputs.size)
 
 
-def tiles_merger(layer: AttentionLayer, kept: _Kept, tile_rows: int, *, overlap: bool) -> Launcher:
+def tiles_merger(layer: AttentionLayer, bound: _Kept, tile_rows: int, *, overlap: bool) -> Launcher:
     """Return the launcher of merge_tiles. overlap: whether the device can launch it early."""
     return Launcher(
         merge_tiles,
-        *(kept.sinks, kept.scales.v, tile_rows, _MERGED_ROWS, overlap, _merged(layer)),
+        *(bound.sinks, bound.scales.v, tile_rows, _MERGED_ROWS, overlap, _merged(layer)),
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )

@@ -17,9 +17,9 @@ from attn_core.backends.triton.tuning_fp4 import of_fp4
 LONG = 1 << 30  # keys of the longest request, where its length must not be asked
 
 
-def power_of_two(n: int, least: int = 16) -> int:
-    """Return the smallest power of two that is no less than `n` and `least`."""
-    return max(least, 1 << (n - 1).bit_length())
+def power_of_two(n: int, minimum: int = 16) -> int:
+    """Return the smallest power of two that is no less than `n` and `minimum`."""
+    return max(minimum, 1 << (n - 1).bit_length())
 
 
 def head_parts(dim: int) -> tuple[int, int]:
@@ -92,8 +92,8 @@ def decode_launch(
     that of latents than in tiles of 16 rows, 64 do not.
     """
     if arch == "sm90" and store_bytes == 2:
-        few = requests <= 16 and page_size >= 8 and not tree
-        if head_dim == 576 and (rows > 16 or few):
+        few_requests = requests <= 16 and page_size >= 8 and not tree
+        if head_dim == 576 and (rows > 16 or few_requests):
             return Launch(block_m=64, block_n=64, warps=8, stages=2, min_blocks=2)
         if head_dim == v_dim == 256:
             if rows <= 16 and short:
@@ -121,8 +121,8 @@ def decode_launch(
         launch = of_fp4(launch, arch, head_dim, v_dim, tree=tree)
     elif arch == "sm90" and store_bytes == 1 and v_dim > 256 and not (shared or tree):
         # one program fits a processor; tried on an NVIDIA H100 beside nine other launches
-        few = launch.block_m == 16
-        launch = replace(launch, block_n=128 if few else 64, ctas_per_sm=1)
+        few_requests = launch.block_m == 16
+        launch = replace(launch, block_n=128 if few_requests else 64, ctas_per_sm=1)
     small = arch in ("sm86", "sm89", "sm120")
     if v_dim > 256 and (small or arch.startswith("gfx")):
         warps = 8 if small and store_bytes == 1 else 4
@@ -143,12 +143,12 @@ def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[i
     have to synchronise. Of latents each warp sums 128 columns, or up to 2048 values: their plan
     splits tiles that are as long into no more partials.
     """
-    few, latent = tiles * tile_rows <= 512, width > 256
-    partials = min(64, power_of_two(programs // tiles + (0 if few and latent else 2), 2))
-    columns = min(128, width) if few else width  # few: more programs, each with fewer columns
+    few_rows, latent = tiles * tile_rows <= 512, width > 256
+    partials = min(64, power_of_two(programs // tiles + (0 if few_rows and latent else 2), 2))
+    columns = min(128, width) if few_rows else width  # few: more programs, each with fewer columns
     rows = max(1, min(4, tiles * tile_rows // 2048))
     warps = partials * columns // (2048 if latent else 1024)
-    if latent and not few:
+    if latent and not few_rows:
         warps = columns // 128
     return columns, rows, partials, max(1, min(4, warps))
 

@@ -33,9 +33,9 @@ def kernels_of(arch: str) -> Kernels:
         return portable
     if not has_gluon():
         return portable
-    own = importlib.import_module(_OWN[arch])
+    module = importlib.import_module(_OWN[arch])
     return Kernels(
-        (*own.DECODE, *portable.decode), (*own.PREFILL, *portable.prefill), own.NEW_TOKENS
+        (*module.DECODE, *portable.decode), (*module.PREFILL, *portable.prefill), module.NEW_TOKENS
     )
 
 

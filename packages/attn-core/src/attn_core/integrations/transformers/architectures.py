@@ -70,8 +70,8 @@ def check_decoder(config: Any) -> None:
     _check_type(getattr(config, "model_type", None), _DECODERS)
 
 
-def _check_type(name: object, known: frozenset[str]) -> None:
-    if name not in known:
+def _check_type(name: object, supported: frozenset[str]) -> None:
+    if name not in supported:
         raise UnsupportedError(
             f"model type {name!r} does not run through the transformers integration "
             f"(supports {', '.join(sorted(SUPPORTED))}); `attn select` chooses backends for it"

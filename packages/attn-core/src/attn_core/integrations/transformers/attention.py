@@ -210,14 +210,14 @@ def check_call(
         *(*shape, scaling, none_if_off(window), none_if_off(softcap), sinks is x.sinks),
         *(dropout, is_causal is not False),
     )
-    known = (
+    supported = (
         *(x.num_q_heads, x.num_kv_heads, x.head_dim, x.v_head_dim),
         *(x.scale, x.sliding_window, x.logit_cap, True, 0.0, x.is_causal),
     )
-    if call != known:
+    if call != supported:
         raise UnsupportedError(
             f"layer {x.layer_id} was called with (heads, KV heads, D, Dv, scale, window, softcap, "
-            f"known sinks, dropout, causal) = {call}, attn-core was enabled for {known}"
+            f"known sinks, dropout, causal) = {call}, attn-core was enabled for {supported}"
         )
 
 

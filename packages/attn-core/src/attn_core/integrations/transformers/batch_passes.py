@@ -112,15 +112,15 @@ class Batches:
                 "max_blocks_per_request out"
             )
         requests = read_requests(arguments, next(iter(self._rings), None), self.pool.page_size)
-        lens, _, held = requests.host
+        lens, _, cached_lens = requests.host
         if sum(lens) != num_tokens:
             raise UnsupportedError(
                 f"a pass of {num_tokens} tokens for {sum(lens)} of its requests; attn-core takes "
                 "no padding"
             )
         window = min((x.layer.sliding_window or 0 for x in self._rings.values()), default=0)
-        seen = [h + n if n > 1 else 0 for n, h in zip(lens, held, strict=True)]
-        long = [i for i, n in enumerate(seen) if window and n > window]
+        visible_lens = [h + n if n > 1 else 0 for n, h in zip(lens, cached_lens, strict=True)]
+        long = [i for i, n in enumerate(visible_lens) if window and n > window]
         if not long:
             return (self._part(requests, self._groups, arguments),)
         parts = []
@@ -137,29 +137,31 @@ class Batches:
         requests: Requests,
         groups: Mapping[int, BatchLayer],
         arguments: Mapping[str, Any],
-        every: Requests | None = None,
+        all_requests: Requests | None = None,
     ) -> Part:
-        """Plan requests that attend in place; every: all requests, where these are some."""
+        """Plan requests that attend in place; all_requests: all requests, where these are some."""
         views: dict[str, CacheView] = {}
         index = requests.index
         for group, x in groups.items():
             windowed = group in self._rings
-            slots = (every or requests).slots(group, windowed, arguments)
+            slots = (all_requests or requests).slots(group, windowed, arguments)
             table = requests.table(slots, windowed, self.pool.page_size)
             new = arguments["write_index"][group]
             views[x.layer.view] = requests.view(table, new if index is None else new[index])
         return self._planned(requests.batch(views), index)
 
-    def _beside(self, requests: Requests, arguments: Mapping[str, Any], every: Requests) -> Part:
+    def _beside(
+        self, requests: Requests, arguments: Mapping[str, Any], all_requests: Requests
+    ) -> Part:
         """Plan requests that attend beside their rings."""
         index, alone, size = requests.index, requests.alone(), self.pool.page_size
         assert index is not None
         table = alone.packed_table(size)
         begin = table[:, 0].long() * size
         self.pool.reserve(sum(num_pages_for(n, size) for n in alone.ends))
-        seen = requests.held_from(requests.starts[True])
+        cached = requests.held_from(requests.starts[True])
         copies = Copies(
-            held={g: every.slots(g, True, arguments)[seen] for g in self._rings},
+            held={g: all_requests.slots(g, True, arguments)[cached] for g in self._rings},
             places=requests.held_from(begin),
             new={g: arguments["write_index"][g][index] for g in self._rings},
         )

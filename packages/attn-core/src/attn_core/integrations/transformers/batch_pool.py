@@ -66,8 +66,8 @@ class BatchPool:
     @property
     def all_layers(self) -> tuple[AttentionLayer, ...]:
         """The layers of the model, and those with a window once more, for their chunks."""
-        own = [x.layer for x in self.layers.values()]
-        return (*own, *(x.chunk for x in self.layers.values() if x.chunk is not None))
+        model_layers = [x.layer for x in self.layers.values()]
+        return (*model_layers, *(x.chunk for x in self.layers.values() if x.chunk is not None))
 
     def layer(self, layer_id: int) -> LayerCache:
         """Return one layer's cache."""
@@ -94,8 +94,8 @@ class BatchPool:
     def copy_beside(self, x: BatchLayer, slots: Tensor, places: Tensor) -> None:
         """Copy tokens of a layer's ring to the memory beside it; both int64 slots."""
         assert x.chunk is not None
-        ring, beside = self.layer(x.layer.layer_id), self.layer(x.chunk.layer_id)
-        for source, target in ((ring.k, beside.k), (ring.v, beside.v)):
+        ring, chunk_layer = self.layer(x.layer.layer_id), self.layer(x.chunk.layer_id)
+        for source, target in ((ring.k, chunk_layer.k), (ring.v, chunk_layer.v)):
             assert source is not None
             assert target is not None
             target.flatten(0, 1).index_copy_(0, places, source.flatten(0, 1)[slots])

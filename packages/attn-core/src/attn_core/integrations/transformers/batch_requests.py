@@ -40,8 +40,8 @@ class Requests:
     @property
     def ends(self) -> tuple[int, ...]:
         """The tokens of each request after this pass."""
-        lens, past, _ = self.host
-        return tuple(n + p for n, p in zip(lens, past, strict=True))
+        lens, past_lens, _ = self.host
+        return tuple(n + p for n, p in zip(lens, past_lens, strict=True))
 
     @cached_property
     def row(self) -> Tensor:
@@ -63,14 +63,14 @@ class Requests:
     def only(self, rows: Sequence[int]) -> Requests:
         """Return some of the requests."""
         i = torch.tensor(rows, device=self.lens.device)
-        lens, past, held = (tuple(numbers[row] for row in rows) for numbers in self.host)
+        lens, past_lens, held_lens = (tuple(numbers[row] for row in rows) for numbers in self.host)
         return Requests(
             lens=self.lens[i],
             past=self.past[i],
             held=self.held[i],
             begin=self.begin[i],
             starts={windowed: x[i] for windowed, x in self.starts.items()},
-            host=(lens, past, held),
+            host=(lens, past_lens, held_lens),
             all=False,
         )
 
@@ -94,10 +94,10 @@ class Requests:
         width = num_pages_for(max(self.ends, default=0), page_size)
         position = torch.arange(width, device=slots.device) * page_size
         first = (self.past - (self.held if windowed else self.past))[:, None]
-        at = self.starts[windowed][:, None] + (position - first).clamp(min=0)
-        seen = (position + page_size > first) & (position < (self.past + self.lens)[:, None])
-        pages = slots[at.clamp(max=slots.shape[0] - 1)] // page_size
-        return torch.where(seen, pages, 0).int()
+        page_index = self.starts[windowed][:, None] + (position - first).clamp(min=0)
+        visible = (position + page_size > first) & (position < (self.past + self.lens)[:, None])
+        pages = slots[page_index.clamp(max=slots.shape[0] - 1)] // page_size
+        return torch.where(visible, pages, 0).int()
 
     def view(self, table: Tensor, out_cache_loc: Tensor) -> CacheView:
         """Return the view of these requests over a table of whole requests."""
@@ -124,8 +124,8 @@ class Requests:
 
     def alone(self) -> Requests:
         """Return these requests as if they began with the first token that a window sees."""
-        lens, _, held = self.host
-        return replace(self, past=self.held, host=(lens, held, held))
+        lens, _, held_lens = self.host
+        return replace(self, past=self.held, host=(lens, held_lens, held_lens))
 
     def packed_table(self, page_size: int) -> Tensor:
         """Return a page table int32 [B, pages] in which they lie one after the other, from 0 on."""
@@ -139,8 +139,8 @@ class Requests:
         total = sum(self.host[2])
         rows = torch.arange(self.held.shape[0], device=self.held.device)
         rows = rows.repeat_interleave(self.held, output_size=total)
-        within = torch.arange(total, device=rows.device) - (self.held.cumsum(0) - self.held)[rows]
-        return begin[rows] + within
+        offset = torch.arange(total, device=rows.device) - (self.held.cumsum(0) - self.held)[rows]
+        return begin[rows] + offset
 
 
 def read_requests(
@@ -158,20 +158,20 @@ def read_requests(
     lens = begin.diff()
     ends = {name == _SLIDING: x.long() for name, x in ends.items()}
     counts = {windowed: x.diff() - lens for windowed, x in ends.items()}
-    held = counts.get(True, counts.get(False))
-    assert held is not None
-    past = counts.get(False)
-    if past is None:
+    held_counts = counts.get(True, counts.get(False))
+    assert held_counts is not None
+    past_counts = counts.get(False)
+    if past_counts is None:
         assert window_group is not None
-        slots, past = arguments["read_index"][window_group], held
+        slots, past_counts = arguments["read_index"][window_group], held_counts
         if slots.shape[0]:
             oldest = slots[ends[True][:-1]] % page_size
-            past = held + torch.where(held > 0, oldest, 0)
-    host = tuple(map(tuple, torch.stack([lens, past, held]).tolist()))
+            past_counts = held_counts + torch.where(held_counts > 0, oldest, 0)
+    host = tuple(map(tuple, torch.stack([lens, past_counts, held_counts]).tolist()))
     return Requests(
         lens=lens,
-        past=past,
-        held=held,
+        past=past_counts,
+        held=held_counts,
         begin=begin[:-1],
         starts={windowed: x[:-1] for windowed, x in ends.items()},
         host=(host[0], host[1], host[2]),

@@ -119,13 +119,13 @@ def _read(model: Any) -> tuple[AttentionLayer, ...]:
     if ENABLED in vars(model.get_decoder()):
         raise UsageError("generate_batch() of a model under enable(); call disable() first")
     attention = read_attention(model)
-    found = {
+    result = {
         "latents (MLA)": attention.latent,
         "linear layers": attention.linear_layers,
         "a vision tower": attention.vision_layers,
         "dual chunk attention": attention.rotary is not None and attention.rotary.dual_chunk,
     }
-    kinds = [kind for kind, present in found.items() if present]
+    kinds = [kind for kind, present in result.items() if present]
     if kinds:
         raise UnsupportedError(
             f"generate_batch() of {type(model).__name__}, which has {' and '.join(kinds)}; it runs "
@@ -150,7 +150,7 @@ def _block_size(config: Any) -> int:
 
 def _refuse_options(config: Any) -> None:
     """Raise UnsupportedError for options of continuous batching that need static shapes."""
-    asked = [
+    requested = [
         name
         for name, value in (
             ("use_async_batching", config.use_async_batching),
@@ -160,10 +160,10 @@ def _refuse_options(config: Any) -> None:
         )
         if value
     ]
-    if asked:
+    if requested:
         raise UnsupportedError(
-            f"generate_batch() with {', '.join(asked)}; attn-core plans each pass on the host, by "
-            "the lengths of its requests: leave these options out"
+            f"generate_batch() with {', '.join(requested)}; attn-core plans each pass on the host, "
+            "by the lengths of its requests: leave these options out"
         )
 
 

@@ -34,7 +34,7 @@ def render(tokenizer: Any, prompt: str) -> str:
     }
     path = [entry for entry in sys.path if entry]
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, "-I", "-c", _RUN, __file__, *path],
             input=json.dumps(job, default=str),
             capture_output=True,
@@ -45,15 +45,15 @@ def render(tokenizer: Any, prompt: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise TemplateError(f"it runs for more than {_STARTED} seconds") from None
-    if done.returncode < 0:  # killed by the limit of computing
+    if finished.returncode < 0:  # killed by the limit of computing
         raise TemplateError(f"it computes for more than {SECONDS} seconds")
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise TemplateError(f"its process ended with code {done.returncode}: {last[:300]}")
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        raise TemplateError(answer["error"])
-    return str(answer["text"])
+    if finished.returncode:
+        last = finished.stderr.strip().rpartition("\n")[2]
+        raise TemplateError(f"its process ended with code {finished.returncode}: {last[:300]}")
+    result = json.loads(finished.stdout)
+    if "error" in result:
+        raise TemplateError(result["error"])
+    return str(result["text"])
 
 
 def _limit(seconds: int, memory: int) -> None:
@@ -62,9 +62,9 @@ def _limit(seconds: int, memory: int) -> None:
         import resource
     except ImportError:  # Windows
         return
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    until = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (until, until + 1))
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
@@ -86,14 +86,14 @@ def _main() -> None:
             add_generation_prompt=True,
             **job["special"],
         )
-        answer = {"text": text}
+        result = {"text": text}
         if len(text) > longest:
-            answer = {"error": f"it makes {len(text)} characters out of one message"}
+            result = {"error": f"it makes {len(text)} characters out of one message"}
     except MemoryError:
-        answer = {"error": f"it takes more than {memory >> 20} MiB of memory"}
+        result = {"error": f"it takes more than {memory >> 20} MiB of memory"}
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    json.dump(answer, sys.stdout)
+        result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    json.dump(result, sys.stdout)
 
 
 if __name__ == "chat":

@@ -37,8 +37,8 @@ def attempt(path: Path, build: Callable[[], _T]) -> _T:
     except AttnError:
         raise
     except Exception as error:  # the libraries raise anything for a broken file
-        said = " ".join(str(error).split())[:500] or "no reason is given"
-        raise ModelConfigError(f"cannot load {path}: {type(error).__name__}: {said}") from error
+        message = " ".join(str(error).split())[:500] or "no reason is given"
+        raise ModelConfigError(f"cannot load {path}: {type(error).__name__}: {message}") from error
 
 
 def refuse_adapter(directory: Path) -> None:
@@ -61,10 +61,10 @@ def check_files(directory: Path) -> None:
         if not index.exists():
             return  # another format: transformers says what it looks for
         names = _shards(index)
-    lost = [name for name in names if not (directory / name).is_file()]
-    if lost:
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
         raise ModelConfigError(
-            f"{directory} lacks {len(lost)} of {len(names)} files of weights: {_few(lost)}; "
+            f"{directory} lacks {len(missing)} of {len(names)} files of weights: {_few(missing)}; "
             "download the model again"
         )
     for name in names:
@@ -132,10 +132,10 @@ def end_tokens(directory: Path, keys: Mapping[str, object]) -> list[int] | None:
     None where neither says it. Raises ModelConfigError as token_list.
     """
     place = directory / "generation_config.json"
-    said: Any = {}
+    declared: Any = {}
     if place.exists():
-        said = attempt(place, lambda: json.loads(place.read_text(encoding="utf-8")))
-    ends = token_list(place, said.get("eos_token_id") if isinstance(said, dict) else None)
+        declared = attempt(place, lambda: json.loads(place.read_text(encoding="utf-8")))
+    ends = token_list(place, declared.get("eos_token_id") if isinstance(declared, dict) else None)
     for part in (keys, keys.get("text_config")):
         if ends is None and isinstance(part, Mapping):
             ends = token_list(directory / "config.json", part.get("eos_token_id"))
@@ -185,11 +185,13 @@ def load_weights(
             f"{path} lacks {len(missing)} weights of the model, which would be random numbers: "
             f"{_few(missing)}; download it again, or correct its config.json"
         )
-    wrong = [f"{n} {tuple(a)} (expected {tuple(b)})" for n, a, b in loading_info["mismatched_keys"]]
-    if wrong:
+    mismatched = [
+        f"{n} {tuple(a)} (expected {tuple(b)})" for n, a, b in loading_info["mismatched_keys"]
+    ]
+    if mismatched:
         raise ModelConfigError(
-            f"{path} has {len(wrong)} weights of another shape than its config.json says: "
-            f"{_few(sorted(wrong))}; download it again, or correct its config.json"
+            f"{path} has {len(mismatched)} weights of another shape than its config.json says: "
+            f"{_few(sorted(mismatched))}; download it again, or correct its config.json"
         )
     unused = sorted(loading_info["unexpected_keys"])
     if not unused:

@@ -11,24 +11,24 @@ from torch import Tensor
 from attn_core.runtime.batch import CacheView
 
 
-def common_prompts(marks: Tensor, real: Tensor, page_size: int) -> list[tuple[int, int]]:
+def common_prompts(marks: Tensor, valid: Tensor, page_size: int) -> list[tuple[int, int]]:
     """Return for each row an earlier one and the first tokens that both have, in whole pages.
 
-    marks: int64 [B, T, N] on the host, equal where tokens are. real: bool [B, T], False = padding,
+    marks: int64 [B, T, N] on the host, equal where tokens are. valid: bool [B, T], False = padding,
     which is no part of a row. Rows that begin like no other have (themselves, 0).
     """
-    known: dict[tuple[int, bytes], tuple[int, int]] = {}  # node, next page → its node, first row
-    found = []
-    for row, (own, mask) in enumerate(zip(marks, real, strict=True)):
-        tokens = own[mask].numpy()
+    nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # node, next page → its node, first row
+    result = []
+    for row, (row_marks, mask) in enumerate(zip(marks, valid, strict=True)):
+        tokens = row_marks[mask].numpy()
         node, source, shared = 0, row, 0
         for end in range(page_size, len(tokens) + 1, page_size):
             step = (node, tokens[end - page_size : end].tobytes())
-            node, first = known.setdefault(step, (len(known) + 1, row))
+            node, first = nodes.setdefault(step, (len(nodes) + 1, row))
             if first != row:
                 source, shared = first, end
-        found.append((source, shared))
-    return found
+        result.append((source, shared))
+    return result
 
 
 def marks_of(ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -50,12 +50,12 @@ def written_once(
 
     An earlier row writes them. They go to slot 0, of the dummy page. lens: tokens of each row.
     """
-    own = torch.cat(
+    page_slots = torch.cat(
         [torch.arange(n, device="cpu") >= first for n, first in zip(lens, shared, strict=True)]
     )
-    found = {}
+    result = {}
     for name, view in views.items():
         assert view.out_cache_loc is not None
-        slots = view.out_cache_loc * own.to(view.out_cache_loc.device)
-        found[name] = replace(view, out_cache_loc=slots)
-    return found
+        slots = view.out_cache_loc * page_slots.to(view.out_cache_loc.device)
+        result[name] = replace(view, out_cache_loc=slots)
+    return result

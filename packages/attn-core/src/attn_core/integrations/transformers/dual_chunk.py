@@ -36,9 +36,9 @@ class ChunkRotary:
         trained = self.dual_chunk.original_max_position_embeddings
         for n, length in zip(new, lens, strict=True):
             if trained and n > 1 and length > trained and (n < length or drafts):
-                what = "which may be drafts" if drafts else f"after {length - n} in the cache"
+                reason = "which may be drafts" if drafts else f"after {length - n} in the cache"
                 raise UnsupportedError(
-                    f"{n} tokens at once, {what}, make {length} of dual chunk attention that was "
+                    f"{n} tokens at once, {reason}, make {length} of dual chunk attention that was "
                     f"trained for {trained}: there queries are scaled by the length of the whole "
                     "prompt, so it cannot be cut (no prefill_chunk_size, no assisted generation); "
                     "give all of it in one pass over a new cache"

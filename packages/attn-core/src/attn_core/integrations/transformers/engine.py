@@ -267,7 +267,7 @@ class Engine:
             return None
         refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
         config, use_cache = self._decoder.config, arguments.get("use_cache")
-        kept = past is not None or (config.use_cache if use_cache is None else use_cache)
+        has_cache = past is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if past is None else past
         requests = adopt(cache, self._memory, config)
         marks = None
@@ -278,7 +278,7 @@ class Engine:
         if self._attention.rotary is not None and requests.current.batch is not None:
             shape = (tokens.shape[0], tokens.shape[1])
             arguments["position_ids"] = requests.current.chunk_positions(shape)
-        return _Call(cache, requests, tokens, kept, past is None)
+        return _Call(cache, requests, tokens, has_cache, past is None)
 
     @eager
     def _end(self, call: _Call, output: Any) -> Any:

@@ -31,8 +31,8 @@ def restore_forward(modules: Iterable[nn.Module]) -> None:
 
 def take_cache(arguments: dict[str, Any]) -> Any:
     """Return the cache among a forward's arguments by name, and leave it out of them; or None."""
-    found = [arguments.pop(name, None) for name in CACHE_NAMES]
-    return next((cache for cache in found if cache is not None), None)
+    caches = [arguments.pop(name, None) for name in CACHE_NAMES]
+    return next((cache for cache in caches if cache is not None), None)
 
 
 def cache_argument(names: Collection[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from attn_core.integrations.transformers.engine import Engine, enable
 from attn_core.integrations.transformers.few_rows import speed_up_linear
 from attn_core.integrations.transformers.pool_size import check_size
 from attn_core.integrations.transformers.select import select_for
+from attn_core.integrations.transformers.text_streamer import TextStreamer
 from attn_core.model_config import context_length, read_config, requirements_from_config
 from attn_core.selection.result import Overrides
 from attn_core.spec.device import probe_device
@@ -131,8 +131,8 @@ def load(
         model, warned = load_weights(kind, directory, path, dtype=weights, **files)
     step("moving the model")
     model = model.to(device).eval()
-    for said in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        ends = token_list(path, said) if ends is None else ends
+    for token_ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        ends = token_list(path, token_ids) if ends is None else ends
     pad = tokenizer.pad_token_id
     # greedy: a checkpoint's own sampling settings would make two runs differ
     model.generation_config = GenerationConfig(
@@ -186,13 +186,13 @@ def generate(
     """
     length = prompt.shape[1]
     limit = new_tokens(text.context_length, length, max_new_tokens)
-    known, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
-    if largest >= known:
+    vocab_size, largest = text.model.get_input_embeddings().num_embeddings, int(prompt.max())
+    if largest >= vocab_size:
         raise ModelConfigError(
-            f"the tokenizer gives token {largest}, the model knows {known}: they do not belong "
-            "together; download the model again"
+            f"the tokenizer gives token {largest}, the model knows {vocab_size}: they do not "
+            "belong together; download the model again"
         )
-    stream = _Stream(text.tokenizer, write)
+    stream = TextStreamer(text.tokenizer, write)
     interrupted, failure = False, None
     try:
         with _quiet():
@@ -224,11 +224,11 @@ def new_tokens(context: int | None, length: int, max_new: int | None) -> int:
 
     Raises UsageError for a number that no prompt leaves room for, ContextLengthError.
     """
-    most = MAX_TOKENS if context is None else context - 1
-    if max_new is not None and not 1 <= max_new <= max(1, most):
+    limit = MAX_TOKENS if context is None else context - 1
+    if max_new is not None and not 1 <= max_new <= max(1, limit):
         raise UsageError(
             f"--max-new-tokens {max_new}: at least 1"
-            + (f", at most {most} in a context of {context}" if context and max_new > 1 else "")
+            + (f", at most {limit} in a context of {context}" if context and max_new > 1 else "")
         )
     if context is None:
         return max_new or MAX_NEW_TOKENS
@@ -239,51 +239,6 @@ def new_tokens(context: int | None, length: int, max_new: int | None) -> int:
             + (f" or ask for at most {context - length}" if max_new and length < context else "")
         )
     return max_new or min(MAX_NEW_TOKENS, context - length)
-
-
-class _Stream:
-    """A streamer as generate() wants one: text as soon as its characters are whole, and times."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self._tokenizer, self._write = tokenizer, write
-        self.ids: list[int] = []
-        self._from = self._to = 0  # tokens that give the context, and those written
-        self.start = self.first = self.last = time.perf_counter()
-        self._prompt = True
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt first, then each new token."""
-        now = time.perf_counter()
-        if self._prompt:
-            self._prompt, self.start = False, now
-            self.first = self.last = now
-            return
-        self.first, self.last = (self.first if self.ids else now), now
-        self.ids += value.reshape(-1).tolist()
-        self._show(final=False)
-
-    def end(self) -> None:
-        """Do nothing: flush() is called in every case."""
-
-    def flush(self) -> None:
-        """Write what was held back."""
-        self._show(final=True)
-
-    def _show(self, final: bool) -> None:
-        # Decoding a few tokens more than are new keeps the spaces that a tokenizer drops at the
-        # start, and costs the same however long the text is.
-        before = self._decode(self.ids[self._from : self._to])
-        text = self._decode(self.ids[self._from :])
-        if not final and text.endswith("\ufffd"):
-            return  # the rest of a character is still to come
-        piece = text[len(before) :]
-        if piece:
-            # first, because Ctrl-C mostly strikes inside write: nothing may be written twice
-            self._from, self._to = self._to, len(self.ids)
-            self._write(piece)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ def read_indexers(modules: Mapping[int, Any]) -> dict[int, Any]:
 
     Raises UnsupportedError for an indexer of another class than those of SUPPORTED models.
     """
-    found = {i: getattr(m, "indexer", None) for i, m in modules.items()}
-    indexers = {i: x for i, x in found.items() if x is not None}
+    by_layer = {i: getattr(m, "indexer", None) for i, m in modules.items()}
+    indexers = {i: x for i, x in by_layer.items() if x is not None}
     for i, x in indexers.items():
         if not hasattr(sys.modules[type(x).__module__], _ROTATIONS.get(type(x).__name__, "")):
             raise UnsupportedError(

@@ -109,10 +109,10 @@ def linear_layer(layer_id: int, module: Any) -> LinearLayer:
 def refuse_changes(layers: Sequence[LinearLayer], modules: Sequence[Any]) -> None:
     """Raise UnsupportedError where a module no longer has the parameters of its layer's gate."""
     for layer, module in zip(layers, modules, strict=True):
-        own, gate = getattr(module, "forget_gate", module), layer.gate
+        parameters, gate = getattr(module, "forget_gate", module), layer.gate
         assert gate is not None
-        now = (own.A_log.data_ptr(), own.dt_bias.data_ptr())
-        if now != (gate.A_log.data_ptr(), gate.dt_bias.data_ptr()):
+        addresses = (parameters.A_log.data_ptr(), parameters.dt_bias.data_ptr())
+        if addresses != (gate.A_log.data_ptr(), gate.dt_bias.data_ptr()):
             raise UnsupportedError(
                 f"layer {layer.layer_id}: A_log or dt_bias was replaced or moved after attn-core "
                 "was enabled; disable() it and enable() it again"
@@ -123,5 +123,8 @@ def _gate(module: Any) -> Gate:
     """Return a module's gate, whose tensors share the memory of its parameters."""
     if not hasattr(module, "forget_gate"):
         return Gate(A_log=module.A_log.detach(), dt_bias=module.dt_bias.detach())
-    own, heads = module.forget_gate, module.num_heads
-    return Gate(A_log=own.A_log.detach().view(heads), dt_bias=own.dt_bias.detach().view(heads, -1))
+    parameters, heads = module.forget_gate, module.num_heads
+    return Gate(
+        A_log=parameters.A_log.detach().view(heads),
+        dt_bias=parameters.dt_bias.detach().view(heads, -1),
+    )

@@ -37,8 +37,8 @@ def absorb(module: Any, query: Tensor, latent: Tensor, rope: Tensor) -> tuple[Te
     """
     nope = module.qk_nope_head_dim
     to_keys = _weights(module)[:, :nope]
-    moved = torch.einsum("bhtn,hnc->bhtc", query[..., :nope], to_keys)
-    return torch.cat([moved, query[..., nope:]], -1), torch.cat([latent, rope], -1)
+    absorbed = torch.einsum("bhtn,hnc->bhtc", query[..., :nope], to_keys)
+    return torch.cat([absorbed, query[..., nope:]], -1), torch.cat([latent, rope], -1)
 
 
 def project(module: Any, out: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class PagedCache:
         self._indexers = attention.indexers
         self.windows: dict[str, int | None] = {}
         for x in self.layers:
-            known = self.windows.get(x.view)
-            self.windows[x.view] = max(known or 0, x.sliding_window or 0) or None
+            window = self.windows.get(x.view)
+            self.windows[x.view] = max(window or 0, x.sliding_window or 0) or None
         self.lock = threading.RLock()
         # Keys of caches that became garbage. A finalizer may run in any thread and in the middle of
         # a pass, so it only leaves the keys here.
@@ -102,11 +102,11 @@ class PagedCache:
 
     def check_model(self, model: Any) -> None:
         """Refuse a model whose weights have another dtype or device by now."""
-        known = (TORCH_DTYPES[self._dtype], self.device)
-        if (model.dtype, model.device) != known:
+        expected = (TORCH_DTYPES[self._dtype], self.device)
+        if (model.dtype, model.device) != expected:
             raise UnsupportedError(
-                f"a model in {model.dtype} on {model.device}, attn-core was enabled for {known[0]} "
-                f"on {known[1]}; call disable() of its handle and enable() again"
+                f"a model in {model.dtype} on {model.device}, attn-core was enabled for "
+                f"{expected[0]} on {expected[1]}; call disable() of its handle and enable() again"
             )
 
     def attend_into(
@@ -179,23 +179,23 @@ class PagedCache:
         Raises OutOfPagesError and changes nothing.
         """
         self.collect()
-        lacking = {v: n - self.pages[v].num_free for v, n in new_pages.items()}
-        short = [view for view, n in lacking.items() if n > 0]
+        missing = {v: n - self.pages[v].num_free for v, n in new_pages.items()}
+        short = [view for view, n in missing.items() if n > 0]
         if short and not self._grows:
             view, pages = short[0], self.pages[short[0]]
-            of = f' of view "{view}"' if len(self.pages) > 1 else ""
+            view_text = f' of view "{view}"' if len(self.pages) > 1 else ""
             raise OutOfPagesError(
-                f"{new_pages[view]} more pages of {self.page_size} tokens{of} are asked, "
+                f"{new_pages[view]} more pages of {self.page_size} tokens{view_text} are asked, "
                 f"{pages.num_free} of {pages.total} are free; drop a cache, ask for fewer tokens "
                 "or give more with num_pages"
             )
         if short:
-            self._grow({view: lacking[view] for view in short})
+            self._grow({view: missing[view] for view in short})
 
-    def _grow(self, lacking: Mapping[str, int]) -> None:
+    def _grow(self, missing: Mapping[str, int]) -> None:
         slack = num_pages_for(_SLACK, self.page_size)
         sizes = {view: pages.total + 1 for view, pages in self.pages.items()}
-        for view, n in lacking.items():
+        for view, n in missing.items():
             sizes[view] += max(n, self.pages[view].total) + slack
         pool, old = self._pool(sizes), self.pool
         for layer in self.layers:
@@ -203,10 +203,10 @@ class PagedCache:
             parts = zip(
                 pool.layer(layer.layer_id).parts(), old.layer(layer.layer_id).parts(), strict=True
             )
-            for (to, _), (part, _) in parts:
-                to[:num_pages] = part
+            for (target, _), (part, _) in parts:
+                target[:num_pages] = part
         self.pool = self.dispatcher.caches = pool
-        for view in lacking:
+        for view in missing:
             self.pages[view].extend(sizes[view])
 
     def behind(self, view: str, length: int) -> int:
@@ -214,13 +214,13 @@ class PagedCache:
         window = self.windows[view]
         return 0 if window is None else max(0, length - window + 1)
 
-    def check_past(self, key: str, length: int, held: int) -> None:
-        """Refuse to go back from `held` tokens to a length whose window has lost pages."""
+    def check_past(self, key: str, length: int, cached: int) -> None:
+        """Refuse to go back from `cached` tokens to a length whose window has lost pages."""
         for view, pages in self.pages.items():
             first = self.behind(view, length) // self.page_size
             if 0 in pages.pages(key)[first : num_pages_for(length, self.page_size)]:
                 raise UnsupportedError(
-                    f"a crop to {length} of {held} tokens: the pages behind the window of "
+                    f"a crop to {length} of {cached} tokens: the pages behind the window of "
                     f"{self.windows[view]} were given back; call activate_past_recording() of the "
                     "cache before the tokens come"
                 )
@@ -254,11 +254,11 @@ class PagedCache:
                 index_layers=self._indexers.keys(),
             )
         except (RuntimeError, MemoryError, OverflowError) as error:  # torch has no class of its own
-            said = str(error).partition("\n")[0][:300]
+            message = str(error).partition("\n")[0][:300]
             raise OutOfPagesError(
                 f"a pool of {max(num_pages.values())} pages of {self.page_size} tokens does not "
-                f"fit on {self.device} ({said}); drop a cache, ask for fewer tokens or a smaller "
-                "kv_cache_dtype"
+                f"fit on {self.device} ({message}); drop a cache, ask for fewer tokens or a "
+                "smaller kv_cache_dtype"
             ) from error
 
 

@@ -38,12 +38,12 @@ def check_size(
         if selection.kv_cache_dtype == "fp4_e2m1"
         else 8 * TORCH_DTYPES[selection.kv_cache_dtype].itemsize
     )
-    least = tokens * numbers * (depth if isinstance(depth, int) else 1) * bits // 8
+    minimum = tokens * numbers * (depth if isinstance(depth, int) else 1) * bits // 8
     memory = _memory(device)
-    if least > memory:
+    if minimum > memory:
         flag = f"--page-size {size}" if num_pages is None else f"--num-pages {num_pages}"
         raise UsageError(
-            f"{flag}: {tokens} tokens of KV cache take {least / 1e9:.0f} GB or more, {device} "
+            f"{flag}: {tokens} tokens of KV cache take {minimum / 1e9:.0f} GB or more, {device} "
             f"has {memory / 1e9:.0f} GB; ask for fewer tokens"
         )
 

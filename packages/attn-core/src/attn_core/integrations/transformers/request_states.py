@@ -77,15 +77,15 @@ class RequestStates:
         """
         if not self._slots:
             self._slots += [[] for _ in lens]
-        before = [lens[i] for i in rows]
-        self._plan = (rows, before, counts)
+        past_lens = [lens[i] for i in rows]
+        self._plan = (rows, past_lens, counts)
         if self._records:
             self._keep(lens)
             if len(self._steps) >= _STEPS:
                 self._forget()
             if max(counts) > 1:  # parts() has the slots
                 return {"state_slots": self._tensor([-1] * len(rows))}
-            self._new.append(_Step(rows, before, counts))
+            self._new.append(_Step(rows, past_lens, counts))
             return self._push(rows)
         self._fresh = [i for i in rows if not self._slots[i]]
         self._overwrites = len(self._fresh) < len(rows)
@@ -95,27 +95,27 @@ class RequestStates:
         return self._fields([self._slots[i][-1] for i in rows], None, fresh)
 
     def parts(
-        self, batch: ForwardBatch, metadata: Metadata, real: Tensor | None
+        self, batch: ForwardBatch, metadata: Metadata, valid: Tensor | None
     ) -> tuple[Part, ...]:
-        """Return how linear layers run the pass of `batch`; real: as of Pass."""
-        rows, before, counts = self._plan
+        """Return how linear layers run the pass of `batch`; valid: as of Pass."""
+        rows, past_lens, counts = self._plan
         if not self._records or max(counts) == 1:
-            return (Part(batch, metadata, ConvPlan(batch, self._states.pool), real),)
+            return (Part(batch, metadata, ConvPlan(batch, self._states.pool), valid),)
         n = min(NUM_DRAFTS, *counts)
         ends = list(itertools.accumulate(counts))
-        tokens = torch.arange(ends[-1], device="cpu") if real is None else real.cpu()
+        tokens = torch.arange(ends[-1], device="cpu") if valid is None else valid.cpu()
         longer = [j for j, count in enumerate(counts) if count > n]
         parts = []
         if longer:
             heads = [tokens[ends[j] - counts[j] : ends[j] - n] for j in longer]
             step = _Step(
                 [rows[j] for j in longer],
-                [before[j] for j in longer],
+                [past_lens[j] for j in longer],
                 [counts[j] - n for j in longer],
             )
             parts.append(self._part(step, ForwardMode.EXTEND, torch.cat(heads)))
-        ahead = [start + count - n for start, count in zip(before, counts, strict=True)]
-        step = _Step(rows, ahead, [n] * len(rows))
+        offsets = [start + count - n for start, count in zip(past_lens, counts, strict=True)]
+        step = _Step(rows, offsets, [n] * len(rows))
         tails = torch.cat([tokens[end - n : end] for end in ends])
         step.drafts = self._part(step, ForwardMode.TARGET_VERIFY, tails)
         return (*parts, step.drafts)
@@ -152,26 +152,26 @@ class RequestStates:
         self._new, self._fresh, self._overwrites = [], [], False
         return intact
 
-    def check_crop(self, lens: Sequence[int], after: Sequence[int]) -> None:
+    def check_crop(self, lens: Sequence[int], new_lens: Sequence[int]) -> None:
         """Refuse to go back from lens[i] to after[i] tokens where nothing is kept for it."""
         first = list(lens)
-        whole = True
+        complete = True
         for step in reversed(self._steps):
-            for i, before, count in zip(step.rows, step.before, step.counts, strict=True):
-                first[i] = before
-                whole &= step.drafts is not None or not before < after[i] < before + count
-        if whole and all(b <= a for b, a in zip(first, after, strict=True)):
+            for i, past_len, count in zip(step.rows, step.before, step.counts, strict=True):
+                first[i] = past_len
+                complete &= step.drafts is not None or not past_len < new_lens[i] < past_len + count
+        if complete and all(b <= a for b, a in zip(first, new_lens, strict=True)):
             return
-        back = max(a - b for a, b in zip(lens, after, strict=True))
-        most = f"the last {NUM_DRAFTS} of a pass can be" if self._records else "none was recorded"
+        num_cropped = max(a - b for a, b in zip(lens, new_lens, strict=True))
+        limit = f"the last {NUM_DRAFTS} of a pass can be" if self._records else "none was recorded"
         raise UnsupportedError(
-            f"a crop of {back} tokens: linear layers keep one state for all of them, and {most} "
-            f"taken back; {'draft fewer tokens' if self._records else _RECORD}"
+            f"a crop of {num_cropped} tokens: linear layers keep one state for all of them, and "
+            f"{limit} taken back; {'draft fewer tokens' if self._records else _RECORD}"
         )
 
-    def crop(self, after: Sequence[int]) -> None:
+    def crop(self, new_lens: Sequence[int]) -> None:
         """Go back to after[i] tokens in each row, which check_crop allows."""
-        self._keep(after)
+        self._keep(new_lens)
         self._forget()
 
     def choose(self, sources: Sequence[int], lens: Sequence[int]) -> None:
@@ -185,9 +185,9 @@ class RequestStates:
         for i, source in enumerate(sources):
             slots = self._slots[source]
             if source in sources[:i]:  # a list of its own, also where padding has no slot
-                own = self._states.take(len(slots))
-                copies += zip(slots, own, strict=True)
-                slots = own
+                new_slots = self._states.take(len(slots))
+                copies += zip(slots, new_slots, strict=True)
+                slots = new_slots
             chosen.append(slots)
         self._states.release([x for i, x in enumerate(self._slots) if i not in sources])
         self._states.copy(copies)
@@ -205,15 +205,15 @@ class RequestStates:
     def _keep(self, lens: Sequence[int]) -> None:
         """Undo what lies behind lens[i] tokens of each row; commit the other drafts."""
         for step in reversed(self._steps):
-            kept = [
-                min(max(lens[i] - before, 0), count)
-                for i, before, count in zip(step.rows, step.before, step.counts, strict=True)
+            steps = [
+                min(max(lens[i] - past_len, 0), count)
+                for i, past_len, count in zip(step.rows, step.before, step.counts, strict=True)
             ]
-            for i, n in zip(step.rows, kept, strict=True):
+            for i, n in zip(step.rows, steps, strict=True):
                 if not n:
                     self._states.give_back([self._slots[i].pop()])
-            if step.drafts is not None and (kept != step.counts or not step.committed):
-                part, accepted = step.drafts, torch.tensor(kept, device=self._states.device) - 1
+            if step.drafts is not None and (steps != step.counts or not step.committed):
+                part, accepted = step.drafts, torch.tensor(steps, device=self._states.device) - 1
                 self._dispatcher.commit(part.batch, part.metadata, accepted)
                 conv_commit(self._states.pool, part.conv, accepted)
                 step.committed = True

@@ -49,8 +49,8 @@ def select_for(
     """
     check_supported(config)
     if dtype not in DTYPES:
-        possible = ", ".join(sorted(str(d) for d in DTYPES))
-        raise UnsupportedError(f"a model in {dtype} (supports {possible}); use model.to(dtype)")
+        supported = ", ".join(sorted(str(d) for d in DTYPES))
+        raise UnsupportedError(f"a model in {dtype} (supports {supported}); use model.to(dtype)")
     needs = requirements_from_config(
         config,
         dtype=DTYPES[dtype],
@@ -58,19 +58,19 @@ def select_for(
         page_size=page_size,
     )
     needs = replace(needs, shared_prefix=shared_prefix)
-    here = _device(device)
-    registry = probed(registry or load_plugins(), here)
+    local = _device(device)
+    registry = probed(registry or load_plugins(), local)
     libraries = registry.installed_libraries()
-    profile, workload = measured(registry, here)
-    chosen = select(needs, here, registry, libraries, overrides, profile, workload=workload)
-    same = check_lock(chosen, registry, here, profile, locked)
+    profile, workload = measured(registry, local)
+    chosen = select(needs, local, registry, libraries, overrides, profile, workload=workload)
+    same = check_lock(chosen, registry, local, profile, locked)
     chosen = picking(chosen, adaptive if same else False)
     if "linear_decode" not in chosen.roles:
         return chosen
     # Softmax layers run drafts as an extend, so that only the linear ones need a verifier.
     linear = replace(needs, layers=needs.linear_layers, vision=None, speculation=Speculation())
     o = overrides or Overrides()
-    own = Overrides(
+    explicit = Overrides(
         linear_attn_backend=o.linear_attn_backend,
         linear_attn_prefill_backend=o.linear_attn_prefill_backend,
         linear_attn_decode_backend=o.linear_attn_decode_backend,
@@ -79,7 +79,7 @@ def select_for(
         deny=o.deny,
     )
     try:
-        verifier = select(linear, here, registry, libraries, own, advise=False)
+        verifier = select(linear, local, registry, libraries, explicit, advise=False)
     except NoBackendError:
         return chosen
     roles: dict[Role, Choice] = {**chosen.roles, "linear_verify": verifier.roles["linear_verify"]}
@@ -87,9 +87,11 @@ def select_for(
 
 
 def _device(device: torch.device) -> Device:
-    here = probe_device()
-    if device.type == ("cuda" if here.type == "rocm" else here.type):
-        return here
+    detected = probe_device()
+    if device.type == ("cuda" if detected.type == "rocm" else detected.type):
+        return detected
     if device.type == "cpu":
         return probe_cpu()  # this machine has an accelerator, the model does not use it
-    raise UnsupportedError(f"the model is on {device}, this machine has {here}; use model.to(...)")
+    raise UnsupportedError(
+        f"the model is on {device}, this machine has {detected}; use model.to(...)"
+    )

@@ -126,7 +126,7 @@ class Sequences:
             self._lens = [0] * batch_size
             self._seen = torch.zeros(batch_size, 0, dtype=torch.bool, device="cpu")
         counts: list[int] = new.sum(1).tolist()
-        lens = [have + n for have, n in zip(self._lens, counts, strict=True)]
+        lens = [length + n for length, n in zip(self._lens, counts, strict=True)]
         if memory.rotary is not None:
             memory.rotary.refuse_parts(counts, lens, drafts=self._keeps_past)
         rows = [i for i, n in enumerate(counts) if n]
@@ -166,10 +166,10 @@ class Sequences:
             **states,
         )
         metadata = memory.dispatcher.init_forward_metadata(batch)
-        real = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
-        parts = () if self._states is None else self._states.parts(batch, metadata, real)
+        valid = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(memory.device)
+        parts = () if self._states is None else self._states.parts(batch, metadata, valid)
         self._pass = memory.running = Pass(
-            memory.dispatcher, batch, metadata, real, parts, lens, seen, memory.rotary
+            memory.dispatcher, batch, metadata, valid, parts, lens, seen, memory.rotary
         )
 
     def _grow(self, lens: Sequence[int]) -> dict[str, list[list[int]]]:
@@ -272,20 +272,20 @@ class Sequences:
         memory, size = self._memory, self._memory.page_size
         for source, length in zip(sources, lens, strict=True):
             memory.check_past(self._keys[source], length, self._lens[source])
-        keys, fresh, kept = [], [], set()
+        keys, new_keys, reused_rows = [], [], set()
         for source, length in zip(sources, lens, strict=True):
-            if length == self._lens[source] and source not in kept:
-                kept.add(source)
+            if length == self._lens[source] and source not in reused_rows:
+                reused_rows.add(source)
                 keys.append(self._keys[source])
                 continue
             keys.append(self._new_key())
-            fresh.append((keys[-1], self._keys[source], length))
-        copies = sum(1 for _, _, length in fresh if length % size)
+            new_keys.append((keys[-1], self._keys[source], length))
+        copies = sum(1 for _, _, length in new_keys if length % size)
         memory.reserve(dict.fromkeys(memory.pages, copies))
         for view, pages in memory.pages.items():
             src: list[int] = []
             dst: list[int] = []
-            for key, source_key, length in fresh:
+            for key, source_key, length in new_keys:
                 reused = pages.share(key, source_key, length, behind=memory.behind(view, length))
                 old, new = pages.pages(source_key), pages.grow(key, length)
                 for position in range(reused, length):
@@ -294,7 +294,7 @@ class Sequences:
                     dst.append(new[page] * size + offset)
             memory.copy(view, src, dst)
             for i, key in enumerate(self._keys):
-                if i not in kept:
+                if i not in reused_rows:
                     pages.release(key)
         self._keys[:] = keys
         self._lens = list(lens)

@@ -38,10 +38,10 @@ class States:
         device: torch.device,
     ) -> None:
         if "linear_decode" not in selection.roles:
-            kept = [x for x in selection.assumptions if "linear" in x]
+            assumptions = [x for x in selection.assumptions if "linear" in x]
             raise UsageError(
                 "the selection has no backends for the model's linear layers"
-                f"{f' ({kept[0]})' if kept else ''}; select again with select_for()"
+                f"{f' ({assumptions[0]})' if assumptions else ''}; select again with select_for()"
             )
         self.layers, self.device = attention.linear_layers, device
         conv = attention.linear_modules[0].conv1d
@@ -117,9 +117,9 @@ class States:
     def reserve(self, num_slots: int) -> None:
         """Make sure that so many slots are free. Raises OutOfPagesError and changes nothing."""
         self.collect()
-        lacking = num_slots - len(self._free)
-        if lacking > 0:
-            self._grow(self._num_slots + lacking, self._num_drafts)
+        missing = num_slots - len(self._free)
+        if missing > 0:
+            self._grow(self._num_slots + missing, self._num_drafts)
 
     def take(self, num_slots: int) -> list[int]:
         """Return so many free slots. Raises OutOfPagesError."""
@@ -134,13 +134,13 @@ class States:
     def _grow(self, num_slots: int, num_drafts: int) -> None:
         """Replace the pool by a larger one that holds the same."""
         pool = self._pool(max(1, num_slots), num_drafts)
-        held = self._num_slots
+        old_slots = self._num_slots
         for name, tensor in vars(self.pool.states).items():
             larger = getattr(pool.states, name)
-            if held and tensor is not None and larger is not None:
-                larger[:, :held] = tensor
+            if old_slots and tensor is not None and larger is not None:
+                larger[:, :old_slots] = tensor
         self.routes.states = pool
-        self._free += range(held, num_slots)
+        self._free += range(old_slots, num_slots)
         self._num_slots, self._num_drafts = num_slots, num_drafts
 
     def _pool(self, num_slots: int, num_drafts: int) -> StatePool:
@@ -156,8 +156,8 @@ class States:
                 device=self.device,
             )
         except (RuntimeError, MemoryError) as error:  # torch has no class of its own
-            said = str(error).partition("\n")[0][:300]
+            message = str(error).partition("\n")[0][:300]
             raise OutOfPagesError(
                 f"the states of {num_slots} requests in {len(self.layers)} linear layers do not "
-                f"fit on {self.device} ({said}); drop a cache or ask for fewer rows"
+                f"fit on {self.device} ({message}); drop a cache or ask for fewer rows"
             ) from error

@@ -77,11 +77,11 @@ def attention(
     if encode is None:
         raise UnsupportedError(f"{type(module).__name__} is no vision tower that attn-core runs")
     call = (query.shape[0], attention_mask is None, scaling, dropout, is_causal)
-    known = (1, True, module.scaling, 0.0, False)
-    if call != known or cu_seq_lens_q is None or cu_seq_lens_k is not cu_seq_lens_q:
+    expected = (1, True, module.scaling, 0.0, False)
+    if call != expected or cu_seq_lens_q is None or cu_seq_lens_k is not cu_seq_lens_q:
         raise UnsupportedError(
             f"{type(module).__name__} was called with (rows, no mask, scale, dropout, causal) = "
-            f"{call} (supports {known}) and {'' if cu_seq_lens_q is not None else 'without '}"
+            f"{call} (supports {expected}) and {'' if cu_seq_lens_q is not None else 'without '}"
             "cu_seq_lens, one for queries and keys"
         )
     longest = int(cu_seq_lens_q.diff().max()) if max_length_q is None else max_length_q

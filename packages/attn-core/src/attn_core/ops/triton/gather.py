@@ -46,33 +46,35 @@ def decode_pages(
     inner = row % PAGE
     request = number // columns
     column = number % columns
-    here = row < rows
-    length = tl.load(seq_lens + request, mask=here, other=0)
-    used = here & (column * PAGE < length)
-    page = tl.load(page_table + request * table_stride + column, mask=used, other=0).to(tl.int64)
-    tl.store(place + page, number.to(tl.int32), mask=used & (inner == 0))
-    to = out + row[:, None] * (DV + DR)
-    at = page * PAGE_STRIDE + inner * TOKEN_STRIDE
-    at_scale = page * SCALES_PAGE + inner * SCALES_TOKEN
+    row_mask = row < rows
+    length = tl.load(seq_lens + request, mask=row_mask, other=0)
+    token_mask = row_mask & (column * PAGE < length)
+    page = tl.load(page_table + request * table_stride + column, mask=token_mask, other=0).to(
+        tl.int64
+    )
+    tl.store(place + page, number.to(tl.int32), mask=token_mask & (inner == 0))
+    out_ptrs = out + row[:, None] * (DV + DR)
+    offsets = page * PAGE_STRIDE + inner * TOKEN_STRIDE
+    scale_offsets = page * SCALES_PAGE + inner * SCALES_TOKEN
     for group in tl.static_range(DV // _GROUP):
         d = group * _GROUP + tl.arange(0, _GROUP)
-        bits = tl.load(values + at[:, None] + d[None, :], mask=used[:, None], other=0)
-        scale = tl.load(scales + at_scale + group, mask=used, other=0.0)
+        bits = tl.load(values + offsets[:, None] + d[None, :], mask=token_mask[:, None], other=0)
+        scale = tl.load(scales + scale_offsets + group, mask=token_mask, other=0.0)
         x = e4m3(bits.to(tl.int32)) * scale[:, None]
-        tl.store(to + d[None, :], x.to(out.dtype.element_ty), mask=used[:, None])
+        tl.store(out_ptrs + d[None, :], x.to(out.dtype.element_ty), mask=token_mask[:, None])
     r = tl.arange(0, BDR)
-    inside = used[:, None] & (r < DR)[None, :]
-    of_token = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]
-    y = tl.load(of_token + r[None, :], mask=inside, other=0.0)
-    tl.store(to + DV + r[None, :], y.to(tl.float32).to(out.dtype.element_ty), mask=inside)
+    rope_mask = token_mask[:, None] & (r < DR)[None, :]
+    rope_ptrs = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]
+    y = tl.load(rope_ptrs + r[None, :], mask=rope_mask, other=0.0)
+    tl.store(out_ptrs + DV + r[None, :], y.to(tl.float32).to(out.dtype.element_ty), mask=rope_mask)
 
 
 @triton.jit
 def count_row(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK: tl.constexpr):
     """Write to work int32 [3, stride] the slots of a query, its number, and its first unit."""
     n = tl.arange(0, BLOCK)
-    here = (n < TOPK) & (token < tokens)
-    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=here, other=-1)
+    mask = (n < TOPK) & (token < tokens)
+    slot = tl.load(topk_indices + token.to(tl.int64) * row_stride + n, mask=mask, other=-1)
     stride = tokens // 4 * 4 + 4
     tl.store(work + token, tl.sum((slot >= 0).to(tl.int32)))
     tl.store(work + stride + token, token)
@@ -96,12 +98,12 @@ def place_slots(
             )  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = (n < topk) & (token < tokens)
-    slot = tl.load(topk_indices + token * row_stride + n, mask=here, other=-1)
-    used = slot >= 0
-    number = tl.load(place + slot // PAGE, mask=used, other=0)
-    new = tl.where(used, number * PAGE + slot % PAGE, -1)
-    tl.store(found + token * topk + n, new, mask=here)
+    mask = (n < topk) & (token < tokens)
+    slot = tl.load(topk_indices + token * row_stride + n, mask=mask, other=-1)
+    selected = slot >= 0
+    number = tl.load(place + slot // PAGE, mask=selected, other=0)
+    new = tl.where(selected, number * PAGE + slot % PAGE, -1)
+    tl.store(found + token * topk + n, new, mask=mask)
 
 
 class Count(NamedTuple):
@@ -143,7 +145,7 @@ def gather_pages(
     longest: int,
     topk_indices: Tensor,
     dtype: torch.dtype,
-    into: Gathered | None = None,
+    buffers: Gathered | None = None,
     count: Count | None = None,
     key: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
@@ -153,7 +155,7 @@ def gather_pages(
     topk_indices int32 [T, K]: keys of the requests, or -1. What lies in pages behind a request's
     keys may be anything. Two launches, bit for bit what attn_core.ops.kv.read_pages reads; only the
     payload of a NaN may differ. Never syncs.
-    into: of empty_pages, to be filled. count: also count the slots of each query. key: that of
+    buffers: of empty_pages, to be filled. count: also count the slots of each query. key: that of
     pages_key, where it is known.
     """
     size, (tokens, topk) = cache.page_size, topk_indices.shape
@@ -165,28 +167,28 @@ def gather_pages(
     x: _Gatherer | None = cache.launchers.get(key)
     if x is None or moved(x.pointers):
         x = cache.launchers[key] = _gatherer(cache, topk if count else 0)
-    latents, place, found = into or empty_pages(cache, pages, topk_indices, dtype)
-    at_place = place.data_ptr()
+    latents, place, slots = buffers or empty_pages(cache, pages, topk_indices, dtype)
+    place_ptr = place.data_ptr()
     if pages:
         x.decode.launch(
             (-(-pages * size // _ROWS), 1, 1),
             (
                 page_table.data_ptr(), stride, seq_lens.data_ptr(), columns, pages * size,
-                latents.data_ptr(), at_place,
+                latents.data_ptr(), place_ptr,
             ),
             (page_table, stride, seq_lens, columns, pages * size, latents, place),
         )  # fmt: skip
     if tokens:
-        work, at_work, units = count or (found, found.data_ptr(), 0)
+        work, work_ptr, units = count or (slots, slots.data_ptr(), 0)
         x.find.launch(
             (tokens + (count is not None), -(-topk // _SLOTS), 1),
             (
-                topk_indices.data_ptr(), row, at_place, found.data_ptr(), topk, tokens, at_work,
+                topk_indices.data_ptr(), row, place_ptr, slots.data_ptr(), topk, tokens, work_ptr,
                 units,
             ),
-            (topk_indices, row, place, found, topk, tokens, work, units),
+            (topk_indices, row, place, slots, topk, tokens, work, units),
         )  # fmt: skip
-    return latents, found
+    return latents, slots
 
 
 def pages_key(

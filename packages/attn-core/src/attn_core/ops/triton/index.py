@@ -30,25 +30,25 @@ def write_index_rows(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = row < rows
-    slot = tl.load(slots + row * slots_token, mask=here, other=-1)
-    here &= slot >= 0  # -1 is padding
+    row_mask = row < rows
+    slot = tl.load(slots + row * slots_token, mask=row_mask, other=-1)
+    row_mask &= slot >= 0  # -1 is padding
     page = slot // PAGE
     inner = slot % PAGE
     d = tl.arange(0, BLOCK)
-    tile = here[:, None] & (d < DIM)[None, :]
+    tile = row_mask[:, None] & (d < DIM)[None, :]
     x = tl.load(keys + row[:, None] * keys_token + d[None, :] * keys_dim, mask=tile, other=0.0)
-    to = values + (page * values_page + inner * values_token)[:, None] + d[None, :]
+    out_ptrs = values + (page * values_page + inner * values_token)[:, None] + d[None, :]
     if FP8:
         x = x.to(tl.float32)
         # as integers NaN is the largest magnitude
         top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
         scale = tl.where(top < _SMALLEST, _SMALLEST, top) * _UNIT
         code = fp8_bits(tl.div_rn(x, scale[:, None] + tl.zeros_like(x)), 3, 7, 448.0)
-        tl.store(to, code.to(tl.uint8), mask=tile)
-        tl.store(scales + page * scales_page + inner * scales_token, scale, mask=here)
+        tl.store(out_ptrs, code.to(tl.uint8), mask=tile)
+        tl.store(scales + page * scales_page + inner * scales_token, scale, mask=row_mask)
     else:
-        tl.store(to, x.to(values.dtype.element_ty), mask=tile)
+        tl.store(out_ptrs, x.to(values.dtype.element_ty), mask=tile)
 
 
 class _Writer(NamedTuple):

@@ -92,17 +92,17 @@ def write_side(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = row < rows
+    row_mask = row < rows
     token = row // HEADS
     head = row % HEADS
-    slot = tl.load(slots + token * slots_token, mask=here, other=-1)
-    here &= slot >= 0  # -1 is padding
+    slot = tl.load(slots + token * slots_token, mask=row_mask, other=-1)
+    row_mask &= slot >= 0  # -1 is padding
     page = slot // PAGE
     inner = slot % PAGE
     pool += (page * SIDE.page + inner * SIDE.token + head * SIDE.head)[:, None]
     first = tl.program_id(1) * COLUMNS
     d = first + tl.arange(0, COLUMNS)
-    tile = here[:, None] & (d < SIDE.dim)[None, :]
+    tile = row_mask[:, None] & (d < SIDE.dim)[None, :]
     values += (token * values_token + head * values_head)[:, None] + d[None, :] * values_dim
     x = tl.load(values, mask=tile, other=0.0)
     if FORMAT == PLAIN:
@@ -118,12 +118,14 @@ def write_side(
         if FORMAT == E2M1:
             codes, block = _fp4_codes(y, ROWS, COLUMNS)
             d = first // 2 + tl.arange(0, COLUMNS // 2)
-            tile = here[:, None] & (d < SIDE.dim // 2)[None, :]
+            tile = row_mask[:, None] & (d < SIDE.dim // 2)[None, :]
             tl.store(pool + d[None, :], codes.to(tl.uint8), mask=tile)
             d = first // 16 + tl.arange(0, COLUMNS // 16)
-            tile = here[:, None] & (d < SIDE.dim // 16)[None, :]
-            at = page * SIDE.blocks_page + inner * SIDE.blocks_token + head * SIDE.blocks_head
-            tl.store(blocks + at[:, None] + d[None, :], block.to(tl.uint8), mask=tile)
+            tile = row_mask[:, None] & (d < SIDE.dim // 16)[None, :]
+            block_offsets = (
+                page * SIDE.blocks_page + inner * SIDE.blocks_token + head * SIDE.blocks_head
+            )
+            tl.store(blocks + block_offsets[:, None] + d[None, :], block.to(tl.uint8), mask=tile)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -153,21 +155,21 @@ def write_kv(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor, form
     syncs. Raises UsageError for shapes that do not fit.
     form: see attn_core.ops.kv.write_kv.
     """
-    at_k, at_slots = k.data_ptr(), slots.data_ptr()
-    at_v, other, of_v, v_shape = at_k, k, None, None
+    k_ptr, slots_ptr = k.data_ptr(), slots.data_ptr()
+    v_ptr, v_or_k, v_key, v_shape = k_ptr, k, None, None
     if v is not None:
-        at_v, other, v_shape = v.data_ptr(), v, v.shape
-        of_v = (alike(v, at_v), v.stride())
-    key = (alike(k, at_k), k.stride(), of_v, alike(slots, at_slots), slots.stride())
+        v_ptr, v_or_k, v_shape = v.data_ptr(), v, v.shape
+        v_key = (alike(v, v_ptr), v.stride())
+    key = (alike(k, k_ptr), k.stride(), v_key, alike(slots, slots_ptr), slots.stride())
     writer = cache.launchers.get(key)
     if writer is None or moved(writer.pointers):
         writer = cache.launchers[key] = _Writer(cache, k, v, slots)
     last, grid, rows = writer.work
     if (slots.shape, k.shape, v_shape) != last:
         grid, rows = writer.plan(cache, k, v, slots)
-    if form >= 0 and not (at_k | at_v | at_slots) % 16:
+    if form >= 0 and not (k_ptr | v_ptr | slots_ptr) % 16:
         cache.launchers[form] = writer.again
-    writer.launcher.launch(grid, (at_k, at_v, at_slots, rows), (k, other, slots, rows))
+    writer.launcher.launch(grid, (k_ptr, v_ptr, slots_ptr, rows), (k, v_or_k, slots, rows))
 
 
 class _Writer:
@@ -183,20 +185,20 @@ class _Writer:
         tensors = [cache.k, cache.k if cache.v is None else cache.v]
         blocks = [x if y is None else y for x, y in zip(tensors, (k_blocks, v_blocks), strict=True)]
         scales = (cache.k_scale, cache.v_scale)
-        held = (cache.k, cache.v, k_blocks, v_blocks, *scales)
-        self.pointers = pointers(*(x for x in held if isinstance(x, Tensor)))
+        tensors_read = (cache.k, cache.v, k_blocks, v_blocks, *scales)
+        self.pointers = pointers(*(x for x in tensors_read if isinstance(x, Tensor)))
         self.work: tuple[tuple[Any, ...], Grid, int] = ((), (0, 0, 0), 0)
         pools = [dense_bytes(x) for x in (*tensors, *blocks)]
         axes = (0, 2, 1) if cache.layout == "HND" else (0, 1, 2)  # page, token, head
         strides = [[x.stride(axis) for axis in axes] for x in pools]
         heads, *dims = head_dims(cache)
-        widest, other = max(dims), k if v is None else v
+        widest, v_or_k = max(dims), k if v is None else v
         columns = min(_COLUMNS, triton.next_power_of_2(max(widest, 16)))
         self._heads, self._rows = heads, _TILE // columns
         self._columns, self._sides = -(-widest // columns), 1 if v is None else 2
         self.launcher = Launcher(
             _write,
-            *(*pools, *scales, slots.stride(0), *k.stride(), *other.stride()),
+            *(*pools, *scales, slots.stride(0), *k.stride(), *v_or_k.stride()),
             *(
                 Side(dim, isinstance(scale, Tensor), *strides[i], *strides[i + 2])
                 for i, (dim, scale) in enumerate(zip(dims, scales, strict=True))

@@ -52,8 +52,8 @@ def write_latent(
     else:
         r = tl.arange(0, ROPE_BLOCK)
         y = tl.load(k + (LATENT + r) * k_dim, mask=r < ROPE, other=0.0)
-        at = rope + page * rope_page + inner * rope_token + r
-        tl.store(at, y.to(tl.bfloat16), mask=r < ROPE)
+        rope_ptrs = rope + page * rope_page + inner * rope_token + r
+        tl.store(rope_ptrs, y.to(tl.bfloat16), mask=r < ROPE)
 
 
 class _Writer(NamedTuple):

@@ -232,9 +232,11 @@ def _encoder(make_map: Callable[..., list[Any]], form: Any) -> Callable[[MapOf],
     """
 
     @functools.lru_cache(_MAPS)
-    def encode(of: MapOf) -> list[Any]:
-        base = SimpleNamespace(data_ptr=lambda: of.address)
-        descriptor = SimpleNamespace(base=base, shape=of.shape, strides=of.strides, padding="zero")
+    def encode(tensor_map: MapOf) -> list[Any]:
+        base = SimpleNamespace(data_ptr=lambda: tensor_map.address)
+        descriptor = SimpleNamespace(
+            base=base, shape=tensor_map.shape, strides=tensor_map.strides, padding="zero"
+        )
         return make_map(descriptor, form)
 
     return encode
@@ -250,10 +252,10 @@ def _encoded(args: Sequence[Any], maps: Maps) -> tuple[Any, ...]:
 
 def _current_device() -> Callable[[], int]:
     """Return what tells the current device of the driver, once CUDA is initialised."""
-    ask: Callable[[], int] = driver.active.get_current_device
-    if ask is torch.cuda.current_device:  # asks each time whether CUDA is initialised
-        ask = getattr(torch._C, "_cuda_getDevice", ask)
-    return ask
+    get_device: Callable[[], int] = driver.active.get_current_device
+    if get_device is torch.cuda.current_device:  # asks each time whether CUDA is initialised
+        get_device = getattr(torch._C, "_cuda_getDevice", get_device)
+    return get_device
 
 
 def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direct | None:
@@ -267,12 +269,12 @@ def _direct(compiled: CompiledKernel, count: int, last: Sequence[Any]) -> _Direc
         return None
     run, call_maps, last_maps = launcher.launch, [], []
     cells = getattr(run, "__closure__", None) or ()
-    inside = dict(zip(run.__code__.co_freevars, cells, strict=True)) if cells else {}
-    if "tensordesc_indices" in inside:  # of the closure that encodes maps
-        run = inside["launcher"].cell_contents
+    closure = dict(zip(run.__code__.co_freevars, cells, strict=True)) if cells else {}
+    if "tensordesc_indices" in closure:  # of the closure that encodes maps
+        run = closure["launcher"].cell_contents
         make_map = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
-        indices = sorted(inside["tensordesc_indices"].cell_contents)
-        forms = inside["tensordesc_meta"].cell_contents
+        indices = sorted(closure["tensordesc_indices"].cell_contents)
+        forms = closure["tensordesc_meta"].cell_contents
         for i, form in reversed([*zip(indices, forms, strict=True)]):
             if i < count:
                 call_maps.append((i, _encoder(make_map, form)))

@@ -31,38 +31,39 @@ def _merge(
 ):  # fmt: skip
     """UNIT: by which lse is multiplied to be a natural logarithm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = row < rows
+    row_mask = row < rows
     token = row // heads
     head = row % heads
     d = tl.arange(0, BLOCK_D)
-    tile = here[:, None] & (d < D)[None, :]
+    tile = row_mask[:, None] & (d < D)[None, :]
 
     lse += token * lse_token + head * lse_head
-    at = lse
+    lse_ptrs = lse
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
-    endless = tl.zeros((ROWS,), tl.float32)  # parts of +inf, which alone count where there are any
+    # parts of +inf; where there are any, only they count
+    num_infinite = tl.zeros((ROWS,), tl.float32)
     for _ in range(parts):
-        x = tl.load(at, mask=here, other=0.0).to(tl.float32) * UNIT
+        x = tl.load(lse_ptrs, mask=row_mask, other=0.0).to(tl.float32) * UNIT
         higher = tl.maximum(peak, x)
         base = tl.where(tl.abs(higher) == float("inf"), 0.0, higher)
         weight = weight * tl.exp(peak - base) + tl.exp(x - base)
-        endless += (x == float("inf")).to(tl.float32)
+        num_infinite += (x == float("inf")).to(tl.float32)
         peak = higher
-        at += lse_part
+        lse_ptrs += lse_part
     sum_of_all = tl.log(weight) + peak
-    tl.store(total + token * total_token + head * total_head, sum_of_all, mask=here)
+    tl.store(total + token * total_token + head * total_head, sum_of_all, mask=row_mask)
 
     out += (token * out_token + head * out_head)[:, None] + d[None, :] * out_dim
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for _ in range(parts):
-        x = tl.load(lse, mask=here, other=0.0).to(tl.float32) * UNIT
-        share = tl.where(sum_of_all == float("inf"), 1.0 / endless, tl.exp(x - sum_of_all))
+        x = tl.load(lse, mask=row_mask, other=0.0).to(tl.float32) * UNIT
+        share = tl.where(sum_of_all == float("inf"), 1.0 / num_infinite, tl.exp(x - sum_of_all))
         # what does not count may hold anything, and 0 · NaN is NaN
-        full = (x != -float("inf")) & ((sum_of_all != float("inf")) | (x == float("inf")))
-        read = tile & full[:, None]
+        counts = (x != -float("inf")) & ((sum_of_all != float("inf")) | (x == float("inf")))
+        read = tile & counts[:, None]
         values = tl.load(out, mask=read, other=0.0)
-        share = tl.where(full, share, 0.0)
+        share = tl.where(counts, share, 0.0)
         acc += values.to(tl.float32) * share[:, None]
         lse += lse_part
         out += out_part

@@ -43,31 +43,31 @@ def dequantize_pages(
 ):  # fmt: skip
     """Write some columns of some rows, each a head of a token, to `out` [rows, DIM]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = row < rows
+    row_mask = row < rows
     head = row % HEADS
     token = row // HEADS
-    page = tl.load(pages + token // PAGE, mask=here, other=0).to(tl.int64)
+    page = tl.load(pages + token // PAGE, mask=row_mask, other=0).to(tl.int64)
     inner = token % PAGE
-    at = page * page_stride + inner * token_stride + head * head_stride
+    offsets = page * page_stride + inner * token_stride + head * head_stride
     if SCALE_IS_TENSOR:
         scale = tl.load(scale)
     first = tl.program_id(1) * COLUMNS
     d = first + tl.arange(0, COLUMNS)
-    tile = here[:, None] & (d < DIM)[None, :]
+    tile = row_mask[:, None] & (d < DIM)[None, :]
     if FORMAT == E2M1:
         c = first // 2 + tl.arange(0, COLUMNS // 2)
-        packed = here[:, None] & (c < DIM // 2)[None, :]
-        codes = tl.load(pool + at[:, None] + c[None, :], mask=packed, other=0).to(tl.int32)
+        packed = row_mask[:, None] & (c < DIM // 2)[None, :]
+        codes = tl.load(pool + offsets[:, None] + c[None, :], mask=packed, other=0).to(tl.int32)
         b = first // 16 + tl.arange(0, COLUMNS // 16)
         block_at = page * blocks_page + inner * blocks_token + head * blocks_head
-        scaled = here[:, None] & (b < DIM // 16)[None, :]
+        scaled = row_mask[:, None] & (b < DIM // 16)[None, :]
         block = tl.load(blocks + block_at[:, None] + b[None, :], mask=scaled, other=0)
         unit = e4m3(block.to(tl.int32)) * scale
         x = tl.join(_e2m1(codes & 15), _e2m1(codes >> 4))
         x = tl.reshape(x, (ROWS, COLUMNS // 16, 16)) * unit[:, :, None]
         x = tl.reshape(x, (ROWS, COLUMNS))
     else:
-        bits = tl.load(pool + at[:, None] + d[None, :], mask=tile, other=0)
+        bits = tl.load(pool + offsets[:, None] + d[None, :], mask=tile, other=0)
         if FORMAT == E4M3:
             x = e4m3(bits.to(tl.int32)) * scale
         else:  # e5m2 is the upper byte of a float16

@@ -101,7 +101,7 @@ def write_latents_and_index(
     if not tokens:
         return
     addresses = tuple(x.data_ptr() for x in tensors)
-    if form >= 0 and not any(at % 16 for at in addresses):
+    if form >= 0 and not any(address % 16 for address in addresses):
         cache.launchers[form] = writer.again
     grid = (-(-tokens // writer.rows), writer.blocks + 1, 1)
     writer.launcher.launch(grid, (*addresses, tokens), (*tensors, tokens))
@@ -119,13 +119,13 @@ def _writer(cache: LayerCache, keys: Tensor, k: Tensor, slots: Tensor) -> _Write
         stores = (cache.k, cache.k, cache.k)
         blocks, rows, width = -(-cache.k.shape[-1] // _COLUMNS), _ROWS, 0
     page, token, head, _ = cache.k.stride()
-    side = Side(cache.k.shape[-1], False, page, token, head, 0, 0, 0)
+    index_side = Side(cache.k.shape[-1], False, page, token, head, 0, 0, 0)
     launcher = Launcher(
         write_both,
         *(slots.stride(0), k.stride(0), k.stride(-1), *keys.stride()),
         *(*stores, *(x.stride(axis) for x in stores for axis in (0, 1))),
         *(*index, *index[0].stride()[:2], *index[1].stride()[:2]),
-        *(cache.page_size, blocks, rows, _COLUMNS, side, cache.latent_dim, width),
+        *(cache.page_size, blocks, rows, _COLUMNS, index_side, cache.latent_dim, width),
         *(triton.next_power_of_2(max(1, width)), dim, triton.next_power_of_2(dim), fp8),
         num_warps=1 if packed else 4,
     )

@@ -164,10 +164,12 @@ def attend(
             out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
             out_columns = gl.arange(0, D, gl.SliceLayout(0, O))
             state_rows = partial_rows(work, next_unit, item, out_rows, requests, sizes, CONFIG)
-            live = (first_row + out_rows < item.q_len * GROUP)[:, None]
-            live = live & (out_columns >= 0)[None, :]
+            row_mask = (first_row + out_rows < item.q_len * GROUP)[:, None]
+            row_mask = row_mask & (out_columns >= 0)[None, :]
             gl.store(
-                partial.out + state_rows[:, None] * D + out_columns[None, :], normalized, mask=live
+                partial.out + state_rows[:, None] * D + out_columns[None, :],
+                normalized,
+                mask=row_mask,
             )
             lse_rows = gl.arange(0, 64, gl.SliceLayout(1, S))
             lse_at = partial_rows(work, next_unit, item, lse_rows, requests, sizes, CONFIG)

@@ -87,23 +87,23 @@ class HopperPrefill(Kernel[Tiles]):
         )
 
     def make_launchers(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles
+        self, call: Call, bound: LayerArguments, launch: Launch, part: Tiles
     ) -> Launchers:
         """Return launchers for calls with this key."""
         block, page = launch.block_n, call.cache.page_size if call.inputs.paged else 0
         rows = min(max(page, SWIZZLE_ROWS), block) if page else block
         attend = Launcher(
             extend_hopper,
-            *(*kept.rows(rows), kept.k, kept.v, kept.sinks, kept.scales),
+            *(*bound.rows(rows), bound.k, bound.v, bound.sinks, bound.scales),
             call.layer.sliding_window or 0,
             config_of(
-                call, kept, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS,
+                call, bound, launch, PAGE=page, GATHERS=0 < page < SWIZZLE_ROWS,
                 CUT_TILES=part.parts is not None, SELDOM=not 0 < page < SWIZZLE_ROWS,
             ),
             num_warps=4,
         )  # fmt: skip
         merge = (
-            None if part.parts is None else tiles_merger(call.layer, kept, TILE_ROWS, overlap=True)
+            None if part.parts is None else tiles_merger(call.layer, bound, TILE_ROWS, overlap=True)
         )
         return self.launchers(call, attend)._replace(merge=merge)
 
@@ -144,28 +144,28 @@ class HopperDecode(SplitKernel):
         )
 
     def make_attend(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+        self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         page = call.cache.page_size
         split = constants_of(part.cuts)
-        most = launch.block_n if split.TILE_UNITS else _COPY_ROWS
-        rows = min(max(page, SWIZZLE_ROWS), launch.block_n, most)
+        max_copy_rows = launch.block_n if split.TILE_UNITS else _COPY_ROWS
+        rows = min(max(page, SWIZZLE_ROWS), launch.block_n, max_copy_rows)
         pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
         return Launcher(
             decode_hopper,
-            *kept.rows(rows),
-            *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
-            config_of(call, kept, launch, **pages, **split._asdict()),
+            *bound.rows(rows),
+            *(bound.k, bound.v, bound.sinks, bound.scales, call.layer.sliding_window or 0),
+            config_of(call, bound, launch, **pages, **split._asdict()),
             num_warps=4,
             maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a processor
         )
 
     def make_launchers(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+        self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV
     ) -> Launchers:
         """Return launchers for calls with this key."""
-        launchers = super().make_launchers(call, kept, launch, part)
+        launchers = super().make_launchers(call, bound, launch, part)
         return launchers if _near(call.q) else launchers._replace(change=Call.dense)
 
 
@@ -200,22 +200,22 @@ class HopperMlaDecode(SplitKernel):
         return Arguments(*shared, inputs.size, inputs.table_stride)
 
     def make_attend(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+        self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         page = call.cache.page_size
         config = config_of(
-            call, kept, launch, PAGE=page, GATHERS=False, **constants_of(part.cuts)._asdict()
+            call, bound, launch, PAGE=page, GATHERS=False, **constants_of(part.cuts)._asdict()
         )
         config = config._replace(HND=False, STAGES=2, INT64_OFFSETS=False)
-        k_rows, _ = kept.rows(min(64, page))
-        return Launcher(decode_mla_hopper, k_rows, kept.scales, config, num_warps=4)
+        k_rows, _ = bound.rows(min(64, page))
+        return Launcher(decode_mla_hopper, k_rows, bound.scales, config, num_warps=4)
 
     def make_launchers(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+        self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV
     ) -> Launchers:
         """Return launchers for calls with this key."""
-        return super().make_launchers(call, kept, launch, part)._replace(change=_RowsCall)
+        return super().make_launchers(call, bound, launch, part)._replace(change=_RowsCall)
 
 
 class _RowsCall(Call):
@@ -261,9 +261,9 @@ def _is_64(launch: Launch | None) -> bool:
 
 
 def config_of(
-    call: Call, kept: LayerArguments, launch: Launch, **more: int | bool
+    call: Call, bound: LayerArguments, launch: Launch, **extra: int | bool
 ) -> AttentionConfig:
-    """Return the constants of a launch; more: those of its pages and of what is split."""
+    """Return the constants of a launch; extra: those of its pages and of what is split."""
     layer = call.layer
     return AttentionConfig(
         HEADS=layer.num_kv_heads,
@@ -276,8 +276,8 @@ def config_of(
         MASK=call.inputs.mask,
         WINDOW=layer.sliding_window is not None,
         STAGES=launch.stages,
-        INT64_OFFSETS=kept.int64_offsets,
-        **more,  # type: ignore[arg-type]  # named as the fields
+        INT64_OFFSETS=bound.int64_offsets,
+        **extra,  # type: ignore[arg-type]  # named as the fields
     )
 
 

@@ -83,7 +83,7 @@ def attend_high(
     tile = latents.tile
     step = 0
     block = 0
-    turn = 0
+    iteration = 0
     seq = work.seq
     next_unit = work.start
     while next_unit < work.last:
@@ -106,15 +106,15 @@ def attend_high(
         latents.release(step)
         alphas.fill(step)  # the other group counts this step, too
         step += 1
-        queries.wait_full(turn)
+        queries.wait_full(iteration)
         if item.num_blocks > 0:
-            begun = begin_scores(queries, q_middle, latents, step, CONFIG)
-            begun = add_scores(queries, q_low, latents, high, step, block, begun, CONFIG)
-            s = hopper.warpgroup_mma_wait(0, deps=[begun])
+            started = begin_scores(queries, q_middle, latents, step, CONFIG)
+            started = add_scores(queries, q_low, latents, high, step, block, started, CONFIG)
+            s = hopper.warpgroup_mma_wait(0, deps=[started])
         for i in range(0, item.num_blocks):
             start = (item.first_block + item.num_blocks - 1 - i) * 64
             if i + 1 == item.num_blocks:
-                queries.release(turn)
+                queries.release(iteration)
             p, m_i, l_i, alpha = softmax_step(
                 s, start, q_idx, m_i, l_i, mask, scales, CONFIG, SCALE_AFTER_MAX=False
             )
@@ -129,30 +129,30 @@ def attend_high(
             v_high = high.tile.index(high.stage(block))
             summed = hopper.warpgroup_mma(p, v_high, acc, is_async=True)
             if i + 1 < item.num_blocks:
-                begun = begin_scores(queries, q_middle, latents, step + 1, CONFIG)
+                started = begin_scores(queries, q_middle, latents, step + 1, CONFIG)
                 acc, p = hopper.warpgroup_mma_wait(2, deps=[summed, p])
                 high.release(block)
-                begun = add_scores(
-                    queries, q_low, latents, high, step + 1, block + 1, begun, CONFIG
+                started = add_scores(
+                    queries, q_low, latents, high, step + 1, block + 1, started, CONFIG
                 )
                 # the other group's product is to run beside the softmax, not beside these
-                begun = hopper.warpgroup_mma_wait(2, deps=[begun])
+                started = hopper.warpgroup_mma_wait(2, deps=[started])
                 alphas.fill(step)
-                s = hopper.warpgroup_mma_wait(0, deps=[begun])
+                s = hopper.warpgroup_mma_wait(0, deps=[started])
             else:
                 alphas.fill(step)
                 acc, p = hopper.warpgroup_mma_wait(0, deps=[summed, p])
             step += 1
             block += 1
         if item.num_blocks <= 0:  # no keys: nobody has given the queries back
-            queries.release(turn)
+            queries.release(iteration)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
         final = is_final(item, CONFIG)
         factor = gl.where(final, scales.v, 1.0) / l_i
-        factors.wait_free(turn)
+        factors.wait_free(iteration)
         factors.tile.index(0).store(factor)
-        factors.fill(turn)
+        factors.fill(iteration)
         if final:
             store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
@@ -160,8 +160,8 @@ def attend_high(
             lse_at = partial_rows(work, next_unit, item, rows, requests, sizes, CONFIG)
             lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
             if CONFIG.SHARED:  # a row that is not live has no place of its own
-                live = item.row_block * 64 + rows < item.q_len * GROUP
-                gl.store(partial.lse + lse_at, lse, mask=live)
+                row_mask = item.row_block * 64 + rows < item.q_len * GROUP
+                gl.store(partial.lse + lse_at, lse, mask=row_mask)
             else:
                 gl.store(partial.lse + lse_at, lse)
         # the values of the last block have been summed: their place is free for outputs
@@ -174,7 +174,7 @@ def attend_high(
         if (item.num_blocks > 0) & final:
             high.release(block - 1)
         next_unit = item.next_unit
-        turn += 1
+        iteration += 1
 
 
 @gluon.jit
@@ -184,7 +184,7 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     tile = latents.tile
     step = 0
-    turn = 0
+    iteration = 0
     seq = work.seq
     next_unit = work.start
     while next_unit < work.last:
@@ -213,9 +213,9 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             if i + 1 < item.num_blocks:
                 latents.release(step)
             step += 1
-        factors.wait_full(turn)
+        factors.wait_full(iteration)
         factor = factors.tile.index(0).load(gl.SliceLayout(1, O))
-        factors.release(turn)
+        factors.release(iteration)
         final = is_final(item, CONFIG)
         if (item.num_blocks > 0) & (not final):
             latents.release(step - 1)
@@ -231,7 +231,7 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
         if (item.num_blocks > 0) & final:
             latents.release(step - 1)
         next_unit = item.next_unit
-        turn += 1
+        iteration += 1
 
 
 @gluon.jit(do_not_specialize=["batch", "table_stride"])

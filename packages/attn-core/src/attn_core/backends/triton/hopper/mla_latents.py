@@ -94,9 +94,9 @@ def load_first_queries(latents, q_rows, row, step):
 
 
 @gluon.jit
-def load_other_queries(queries, q_rows, row, turn):
+def load_other_queries(queries, q_rows, row, iteration):
     """Copy the other columns of queries, when those before them have been multiplied."""
-    queries.wait_free(turn)
+    queries.wait_free(iteration)
     full = queries.full.index(0)
     mbarrier.expect(full, 64 * (128 + 64) * 2)
     load_columns(q_rows, row, queries.tile.high, 0, full, HIGH, 0, 1)
@@ -151,8 +151,8 @@ def gather_block(latents, high, rows, step, block, L: gl.constexpr):
 @gluon.jit
 def lookup_rows(store, slots, block, count, L: gl.constexpr):
     """Return pointers to the rows of a block of slots; behind the last slot they lead to it."""
-    at = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
-    slot = gl.load(slots + gl.maximum(gl.minimum(at, count - 1), 0))
+    offsets = block * 64 + gl.arange(0, 64, gl.SliceLayout(1, L))
+    slot = gl.load(slots + gl.maximum(gl.minimum(offsets, count - 1), 0))
     return store.ptr + gl.maximum(slot, 0).to(gl.int64) * store.token_stride
 
 
@@ -165,7 +165,7 @@ def gather_latents(
     L: gl.constexpr = gl.BlockedLayout([ROWS, 8], [4, 8], [GATHER_WARPS, 1], [1, 0])
     step = 0
     block = 0
-    turn = 0
+    iteration = 0
     seq = work.seq
     next_unit = work.start
     while next_unit < work.last:
@@ -176,7 +176,7 @@ def gather_latents(
         rows = lookup_rows(store, slots, last, item.seq_len, L)
         q_row = item.q_start * CONFIG.GROUP + work.row_block * 64
         load_first_queries(latents, q_rows, q_row, step)
-        load_other_queries(queries, q_rows, q_row, turn)
+        load_other_queries(queries, q_rows, q_row, iteration)
         async_copy.mbarrier_arrive(latents.full.index(latents.stage(step)), increment_count=False)
         step += 1
         for i in range(0, item.num_blocks):
@@ -186,7 +186,7 @@ def gather_latents(
             step += 1
             block += 1
         next_unit = item.next_unit
-        turn += 1
+        iteration += 1
 
 
 @gluon.jit
@@ -213,7 +213,7 @@ def load_latents(
     """
     step = 0
     block = 0
-    turn = 0
+    iteration = 0
     seq = work.seq
     next_unit = work.start
     while next_unit < work.last:
@@ -233,6 +233,6 @@ def load_latents(
                 step += 1
                 block += 1
             if i == 0:
-                load_other_queries(queries, q_rows, q_row, turn)
+                load_other_queries(queries, q_rows, q_row, iteration)
         next_unit = item.next_unit
-        turn += 1
+        iteration += 1

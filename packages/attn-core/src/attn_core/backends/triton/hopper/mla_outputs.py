@@ -39,10 +39,10 @@ def store_rows(acc, place, out, item, FIRST: gl.constexpr, CONFIG: gl.constexpr)
     rows = item_rows(R, CONFIG)
     columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, R))
     first_row = item.row_block * 64
-    live = (rows < item.q_len * CONFIG.GROUP - first_row)[:, None] & (columns >= 0)[None, :]
+    mask = (rows < item.q_len * CONFIG.GROUP - first_row)[:, None] & (columns >= 0)[None, :]
     start = out.ptr + (item.q_start * CONFIG.GROUP + first_row).to(gl.int64) * 512
     place.store(acc.to(place.dtype))
-    gl.store(start + rows[:, None] * 512 + columns[None, :], place.load(R), mask=live)
+    gl.store(start + rows[:, None] * 512 + columns[None, :], place.load(R), mask=mask)
     hopper.fence_async_shared()  # TMA writes there next
 
 
@@ -52,10 +52,10 @@ def store_strided(acc, out, item, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     L: gl.constexpr = acc.type.layout
     rows = item.row_block * 64 + item_rows(L, CONFIG)
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
-    live = (rows < item.q_len * CONFIG.GROUP)[:, None] & (columns >= 0)[None, :]
+    mask = (rows < item.q_len * CONFIG.GROUP)[:, None] & (columns >= 0)[None, :]
     offsets = row_offsets(out, item.q_start, 0, rows, CONFIG.GROUP)
     result = acc.to(out.ptr.dtype.element_ty)
-    gl.store(out.ptr + offsets[:, None] + columns[None, :], result, mask=live)
+    gl.store(out.ptr + offsets[:, None] + columns[None, :], result, mask=mask)
 
 
 @gluon.jit
@@ -66,10 +66,10 @@ def store_partial(
     L: gl.constexpr = acc.type.layout
     rows = item_rows(L, CONFIG)
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
-    live = item.row_block * 64 + rows < item.q_len * CONFIG.GROUP
+    row_mask = item.row_block * 64 + rows < item.q_len * CONFIG.GROUP
     offsets = partial_rows(work, unit, item, rows, requests, sizes, CONFIG) * 512
-    at = partial.out + offsets[:, None] + columns[None, :]
-    gl.store(at, acc, mask=live[:, None] & (columns >= 0)[None, :])
+    ptrs = partial.out + offsets[:, None] + columns[None, :]
+    gl.store(ptrs, acc, mask=row_mask[:, None] & (columns >= 0)[None, :])
 
 
 @gluon.jit

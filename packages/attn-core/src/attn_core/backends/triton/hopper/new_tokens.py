@@ -60,8 +60,8 @@ class NewTokensCall(Call):
     def dense(self) -> NewTokensCall:
         """Return the same call with a contiguous copy of its queries."""
         q = self.q.clone(memory_format=torch.contiguous_format)
-        own = (self.layer, self.cache, self.inputs, self.out, self.lse, self.block)
-        return NewTokensCall(q, self.k, self.v, *own)
+        fields = (self.layer, self.cache, self.inputs, self.out, self.lse, self.block)
+        return NewTokensCall(q, self.k, self.v, *fields)
 
 
 class HopperNewTokens(HopperPrefill, NewTokensKernel):
@@ -86,14 +86,14 @@ class HopperNewTokens(HopperPrefill, NewTokensKernel):
         return LayerArguments(layer, cache)
 
     def make_launchers(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles
+        self, call: Call, bound: LayerArguments, launch: Launch, part: Tiles
     ) -> Launchers:
         """Return launchers for calls with this key: the rows of K and V are those of each call."""
         attend = Launcher(
             extend_hopper,
-            *(kept.k, kept.v, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            *(bound.k, bound.v, bound.sinks, bound.scales, call.layer.sliding_window or 0),
             config_of(
-                call, kept, launch, PAGE=0, GATHERS=False,
+                call, bound, launch, PAGE=0, GATHERS=False,
                 SELDOM=call.cache.page_size >= SWIZZLE_ROWS,
             )._replace(HND=False),
             num_warps=4,

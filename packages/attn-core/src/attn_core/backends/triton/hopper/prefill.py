@@ -51,9 +51,9 @@ def load_keys_values(
     LAG: gl.constexpr = 1 if CONFIG.GATHERS else 0  # values come as late as they are needed
     k_step = 0
     v_step = 0
-    turn = 0
+    iteration = 0
     item, seq = next_item(order, sizes, CONFIG, FIRST=True)
-    push_item(queue, turn, item, seq, WARPS)
+    push_item(queue, iteration, item, seq, WARPS)
     while item >= 0:
         tile = tile_item(item, seq, requests, cuts, sizes, CONFIG)
         pages = requests.page_table + seq.to(gl.int64) * sizes.table_stride
@@ -84,9 +84,9 @@ def load_keys_values(
             slots = next_slots
             start -= CONFIG.BN
             if i == gl.minimum(tile.num_blocks, CONFIG.STAGES) - 1 + LAG:  # before it is needed
-                turn += 1
+                iteration += 1
                 item_after, seq_after = next_item(order, sizes, CONFIG, FIRST=False)
-                push_item(queue, turn, item_after, seq_after, WARPS)
+                push_item(queue, iteration, item_after, seq_after, WARPS)
         item = item_after
         seq = seq_after
     leave_counter(order)
@@ -156,8 +156,8 @@ def attend(
     q_tile = q_tiles.index(HALF)
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
-    turn = 0
-    item, seq = pop_item(queue, turn)
+    iteration = 0
+    item, seq = pop_item(queue, iteration)
     load_q_tile(q, q_tile, requests, item, seq, HALF, CONFIG)
     while item >= 0:
         tile = tile_item(item, seq, requests, cuts, sizes, CONFIG)
@@ -217,8 +217,8 @@ def attend(
             zero_tail(values.tile, v_stage, start, tile.first_key, tile.seq_len, BN, D)
         next_acc = hopper.warpgroup_mma(weights, values.tile.index(v_stage), acc, is_async=True)
         # this tile has met all its keys: the queries of the next one come while it is finished
-        turn += 1
-        next_item, next_seq = pop_item(queue, turn)
+        iteration += 1
+        next_item, next_seq = pop_item(queue, iteration)
         load_q_tile(q, q_tile, requests, next_item, next_seq, HALF, CONFIG)
         acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])  # both are in use till then
         values.release(step)

@@ -123,8 +123,9 @@ def add_sink(acc, m_i, l_i, sinks, heads):
     m_new = gl.maximum(m_i, sink)
     m_base = gl.where(m_new == -float("inf"), 0.0, m_new)  # no key and no sink
     alpha = gl.exp2(m_i - m_base)
-    own = gl.where(sink == m_base, 1.0, gl.exp2(sink - m_base))  # an infinite one less itself: NaN
-    l_i = l_i * alpha + own
+    # an infinite sink less itself is NaN
+    sink_weight = gl.where(sink == m_base, 1.0, gl.exp2(sink - m_base))
+    l_i = l_i * alpha + sink_weight
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, m_new, l_i
 
@@ -167,13 +168,13 @@ def store_part(acc, m_i, l_i, partial, slot, half, CONFIG: gl.constexpr):
     l_i = gl.where(empty, 1.0, l_i)
     D: gl.constexpr = CONFIG.D
     O: gl.constexpr = acc.type.layout  # noqa: E741
-    at = slot.to(gl.int64) * 128 + half * 64
+    offset = slot.to(gl.int64) * 128 + half * 64
     normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
-    rows = at + gl.arange(0, 64, gl.SliceLayout(1, O))
+    rows = offset + gl.arange(0, 64, gl.SliceLayout(1, O))
     columns = gl.arange(0, D, gl.SliceLayout(0, O))
     gl.store(partial.out + rows[:, None] * D + columns[None, :], normalized)
     lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
-    gl.store(partial.lse + at + gl.arange(0, 64, m_i.type.layout), lse)
+    gl.store(partial.lse + offset + gl.arange(0, 64, m_i.type.layout), lse)
 
 
 @gluon.jit

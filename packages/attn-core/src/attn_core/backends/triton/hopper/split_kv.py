@@ -119,10 +119,10 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         parts = gl.num_programs(0) // LANES
         quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
     start = gl.program_id(0) // LANES * quota
-    before = ((i < seqs) & (ends * TURNS <= start)).to(gl.int32)
+    earlier = ((i < seqs) & (ends * TURNS <= start)).to(gl.int32)
     for low in range(128, seqs, 128):
         ends = gl.load(indptr + 1 + low + i, mask=low + i < seqs, other=0)
-        before += ((low + i < seqs) & (ends * TURNS <= start)).to(gl.int32)
+        earlier += ((low + i < seqs) & (ends * TURNS <= start)).to(gl.int32)
     end = gl.minimum(start + quota, num_units)
     last = end
     if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:
@@ -130,7 +130,7 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         last = gl.maximum(last, gl.minimum(start + 1, end))
     lane = gl.program_id(0) % LANES
     row_block = lane % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, start, end, last, quota, gl.sum(before, 0), lane, row_block)
+    return Work(indptr, spans, start, end, last, quota, gl.sum(earlier, 0), lane, row_block)
 
 
 @gluon.jit
@@ -142,10 +142,10 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
     while gl.load(work.indptr + seq + 1) * TURNS <= unit:
         seq = seq + 1
-    before = gl.load(work.indptr + seq)
-    num_units = gl.load(work.indptr + seq + 1) - before
+    first_unit = gl.load(work.indptr + seq)
+    num_units = gl.load(work.indptr + seq + 1) - first_unit
     head = work.lane // CONFIG.ROW_BLOCKS
-    start_unit = unit - before * TURNS
+    start_unit = unit - first_unit * TURNS
     if TURNS > 1:
         head += start_unit // num_units * CONFIG.HEADS_AT_ONCE
         start_unit = start_unit % num_units
@@ -214,10 +214,12 @@ def rotation_of(start, count, num_units, elapsed, quota):
     program does after `elapsed` units is the same key of each tile, or the same but for a multiple
     of the quota where it has a part of a tile. start, count: units of keys, of num_units.
     """
-    whole = count == num_units
+    is_complete = count == num_units
     # only a program's first item begins within a tile
-    rest = gl.where(whole, 2 * quota - 1 - elapsed, start) % gl.where(whole, num_units, quota)
-    rotation = 1 + gl.where(whole, rest, quota - 1 - elapsed - rest)
+    remaining = gl.where(is_complete, 2 * quota - 1 - elapsed, start) % gl.where(
+        is_complete, num_units, quota
+    )
+    rotation = 1 + gl.where(is_complete, remaining, quota - 1 - elapsed - remaining)
     return gl.where(rotation < count, rotation, 0)
 
 
@@ -233,25 +235,25 @@ def next_block(item, block, CONFIG: gl.constexpr):
 @gluon.jit
 def is_final(item, CONFIG: gl.constexpr):
     """Say whether an item has all keys of its rows, so that its output is the final one."""
-    whole = item.end_unit - item.start_unit == item.num_units
+    is_complete = item.end_unit - item.start_unit == item.num_units
     if CONFIG.SHARED:
-        whole = whole & (item.level == 0) & (item.first_key == 0)
-    return whole
+        is_complete = is_complete & (item.level == 0) & (item.first_key == 0)
+    return is_complete
 
 
 @gluon.jit
 def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
     """Return where the partial states of rows 0 … 63 of an item lie, see decode_splits."""
-    at = partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows
+    rows_out = partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows
     if CONFIG.SHARED:
         HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
         if item.end_unit - item.start_unit == item.num_units:
             tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
             row = item.row_block * 64 + rows
             token = item.level * tokens + item.q_start + row // CONFIG.GROUP
-            at = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
-            at += gl.num_programs(0) * 128
-    return at
+            rows_out = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
+            rows_out += gl.num_programs(0) * 128
+    return rows_out
 
 
 @gluon.jit

@@ -67,16 +67,16 @@ def next_item(order, sizes, CONFIG: gl.constexpr, FIRST: gl.constexpr):
         item = gl.atomic_add(order.counter, 1, sem="relaxed") + gl.num_programs(0)
     num_tiles = gl.load(order.tile_offsets + sizes.batch)
     place = find_seq_idx(order.tile_offsets, sizes.batch, item, CONFIG.HEADS)
-    before = gl.load(order.tile_offsets + place)
-    tiles = gl.load(order.tile_offsets + place + 1) - before
-    rest = item - before * CONFIG.HEADS
+    first_tile = gl.load(order.tile_offsets + place)
+    tiles = gl.load(order.tile_offsets + place + 1) - first_tile
+    index = item - first_tile * CONFIG.HEADS
     turn_items = gl.maximum(tiles * sizes.heads_at_once, 1)
-    first_head = rest // turn_items * sizes.heads_at_once
-    rest = rest % turn_items
-    tile = tiles - 1 - rest // sizes.heads_at_once
-    taken = tile * CONFIG.HEADS + first_head + rest % sizes.heads_at_once
-    taken = gl.where(item < num_tiles * CONFIG.HEADS, taken, -1)
-    return taken, gl.load(order.request_order + place)
+    first_head = index // turn_items * sizes.heads_at_once
+    index = index % turn_items
+    tile = tiles - 1 - index // sizes.heads_at_once
+    item_index = tile * CONFIG.HEADS + first_head + index % sizes.heads_at_once
+    item_index = gl.where(item < num_tiles * CONFIG.HEADS, item_index, -1)
+    return item_index, gl.load(order.request_order + place)
 
 
 @gluon.jit
@@ -88,23 +88,23 @@ def leave_counter(order):
 
 
 @gluon.jit
-def push_item(queue, turn, item, seq, WARPS: gl.constexpr):
+def push_item(queue, iteration, item, seq, WARPS: gl.constexpr):
     """Hand an item and its sequence on to those that attend."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    queue.wait_free(turn)
+    queue.wait_free(iteration)
     packed = (seq.to(gl.int64) << 32) | (item.to(gl.int64) & 0xFFFFFFFF)
-    stage = queue.stage(turn)
+    stage = queue.stage(iteration)
     queue.tile.index(stage).store(gl.full([1], packed, gl.int64, L))
     mbarrier.arrive(queue.full.index(stage), count=1)
 
 
 @gluon.jit
-def pop_item(queue, turn):
+def pop_item(queue, iteration):
     """Return the item of a turn, -1 at the end, and its sequence."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    queue.wait_full(turn)
-    packed = gl.sum(queue.tile.index(queue.stage(turn)).load(L), 0)
-    queue.release(turn)
+    queue.wait_full(iteration)
+    packed = gl.sum(queue.tile.index(queue.stage(iteration)).load(L), 0)
+    queue.release(iteration)
     return packed.to(gl.int32), (packed >> 32).to(gl.int32)
 
 

@@ -33,9 +33,11 @@ def store_tile(out, tile, state, acc, sinks, v_scale, C: tl.constexpr):
         sink = tl.load(sinks + tile.q_head).to(tl.float32)
     result, lse = finalize(state.m, state.total, acc, sink, v_scale, C.USE_SINKS)
     dv = tl.arange(0, C.BDV)
-    at = tile.token * out.token_stride + tile.q_head * out.head_stride
-    inside = tile.live[:, None] & (dv < C.DV)[None, :]
-    tl.store(out.ptr + at[:, None] + dv[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
+    offsets = tile.token * out.token_stride + tile.q_head * out.head_stride
+    mask = tile.live[:, None] & (dv < C.DV)[None, :]
+    tl.store(
+        out.ptr + offsets[:, None] + dv[None, :], result.to(out.ptr.dtype.element_ty), mask=mask
+    )
     tl.store(out.lse + tile.token * (C.HEADS * C.GROUP) + tile.q_head, lse, mask=tile.live)
 
 
@@ -62,29 +64,29 @@ def attention_mask(j, qi, keys, C: tl.constexpr):
 
     A window counts positions, and the branches of a tree of drafts share them.
     """
-    seen = (j < keys.length)[None, :] & (qi >= 0)[:, None]
+    visible = (j < keys.length)[None, :] & (qi >= 0)[:, None]
     if C.CHUNK:
         chunk = (keys.prefix + qi) // C.CHUNK
-        seen = seen & (j >= keys.first)[None, :] & (chunk == keys.chunk)[:, None]
+        visible = visible & (j >= keys.first)[None, :] & (chunk == keys.chunk)[:, None]
     if C.MASK == MASK_CAUSAL:
-        seen = seen & (j[None, :] <= keys.prefix + qi[:, None])
+        visible = visible & (j[None, :] <= keys.prefix + qi[:, None])
         if C.WINDOW:
-            seen = seen & (j[None, :] > keys.prefix + qi[:, None] - keys.window)
+            visible = visible & (j[None, :] > keys.prefix + qi[:, None] - keys.window)
     if C.MASK == MASK_TREE:
         tree = keys.tree
         drafts = keys.drafts
         draft = j - keys.prefix
-        inside = (draft >= 0) & (draft < drafts)
+        is_draft = (draft >= 0) & (draft < drafts)
         drafted = qi < drafts
-        pair = drafted[:, None] & inside[None, :]
+        pair = drafted[:, None] & is_draft[None, :]
         bit = tl.load(tree.mask + qi[:, None] * drafts + draft[None, :], mask=pair, other=0)
-        seen = seen & ((draft < 0)[None, :] | (bit != 0))
+        visible = visible & ((draft < 0)[None, :] | (bit != 0))
         if C.WINDOW:
             q_pos = tl.load(tree.positions + qi, mask=drafted, other=0)
-            k_pos = tl.load(tree.positions + draft, mask=inside, other=0)
-            k_pos = tl.where(inside, k_pos, j.to(k_pos.dtype))
-            seen = seen & (k_pos[None, :] > q_pos[:, None] - keys.window)
-    return seen
+            k_pos = tl.load(tree.positions + draft, mask=is_draft, other=0)
+            k_pos = tl.where(is_draft, k_pos, j.to(k_pos.dtype))
+            visible = visible & (k_pos[None, :] > q_pos[:, None] - keys.window)
+    return visible
 
 
 @triton.jit
@@ -125,18 +127,18 @@ def attention_loop(
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
         j = start + n
-        at = j
+        key_rows = j
         if MASK_POLICY != UNMASKED:  # out-of-range keys are clamped to a key of the request
-            at = tl.minimum(tl.maximum(j, keys.first), keys.length - 1)
+            key_rows = tl.minimum(tl.maximum(j, keys.first), keys.length - 1)
         if C.PAGE == 0:
-            page = at * 0
-            inner = at
+            page = key_rows * 0
+            inner = key_rows
         elif C.PAGE % BN == 0:  # the whole block lies in one page
             page = tl.load(keys.table + start // C.PAGE)
-            inner = at - start // C.PAGE * C.PAGE
+            inner = key_rows - start // C.PAGE * C.PAGE
         else:
-            page = tl.load(keys.table + at // C.PAGE)
-            inner = at % C.PAGE
+            page = tl.load(keys.table + key_rows // C.PAGE)
+            inner = key_rows % C.PAGE
         if C.INT64_OFFSETS:
             inner = tl.cast(inner, tl.int64)
             page = tl.cast(page, tl.int64)
@@ -168,8 +170,8 @@ def attention_loop(
         elif C.SCALE_QUERIES:
             factor = factor * tile.unit
         if MASK_POLICY == MASKED:
-            seen = attention_mask(j, tile.qi, keys, C)
-            s = tl.where(seen, s, -float("inf"))
+            visible = attention_mask(j, tile.qi, keys, C)
+            s = tl.where(visible, s, -float("inf"))
         if MASK_POLICY == MASKED_AT_EDGES:
             edge = start + BN > keys.length
             if C.MASK != MASK_NONE:
@@ -179,8 +181,8 @@ def attention_loop(
             if C.CHUNK:
                 edge = (start < keys.first) | (start + BN > keys.seen_by_all)
             if edge:
-                seen = attention_mask(j, tile.qi, keys, C)
-                s = tl.where(seen, s, -float("inf"))
+                visible = attention_mask(j, tile.qi, keys, C)
+                s = tl.where(visible, s, -float("inf"))
         per_row: tl.constexpr = C.SCALE_QUERIES and not C.USE_SOFTCAP
         p, m, shrink = softmax_step(s, m, factor, MASK_POLICY, per_row)
         total = total * shrink + tl.sum(p, 1)
@@ -252,11 +254,11 @@ def finalize(m, total, acc, sink, v_scale, USE_SINKS: tl.constexpr):
         base = tl.where(new == -float("inf"), 0.0, new)  # no key and no sink: a head without one
         shrink = tl.exp2(m - base)
         # an infinite sink takes all of the weight; less itself it would be NaN
-        own = tl.where(sink2 == base, 1.0, tl.exp2(sink2 - base))
-        total = total * shrink + own
+        sink_weight = tl.where(sink2 == base, 1.0, tl.exp2(sink2 - base))
+        total = total * shrink + sink_weight
         acc = acc * shrink[:, None]
         m = new
-    none = total == 0.0
-    out = acc * (v_scale / tl.where(none, 1.0, total))[:, None]
-    lse = tl.where(none, -float("inf"), (m + tl.log2(tl.where(none, 1.0, total))) * LN2)
+    empty = total == 0.0
+    out = acc * (v_scale / tl.where(empty, 1.0, total))[:, None]
+    lse = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     return out, lse

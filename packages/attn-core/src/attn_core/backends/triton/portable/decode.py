@@ -100,18 +100,18 @@ def decode_splits(
     row_block = lane % SPLIT.ROW_BLOCKS
     seqs = batch * 2 if SPLIT.SHARED else batch
     work, quota = quota_of(work_indptr, seqs, C.HEADS, tl.num_programs(0), SPLIT)
-    at = tl.program_id(0) // LANES * quota
-    end = tl.minimum(at + quota, work)
-    if at < end:
+    position = tl.program_id(0) // LANES * quota
+    end = tl.minimum(position + quota, work)
+    if position < end:
         tile_units = tile_units_of(work_indptr, seqs, SPLIT)
-        last = tl.maximum(end - tile_units, at + 1)  # later no keys are left
-        seq = find_seq_idx(work_indptr, seqs, at, TURNS, 0)
-        while at < last:
-            before = tl.load(work_indptr + seq)
-            units = tl.load(work_indptr + seq + 1) - before
-            turn = (at - before * TURNS) // units
-            head = turn * SPLIT.HEADS_AT_ONCE + lane // SPLIT.ROW_BLOCKS
-            unit = (at - before * TURNS) % units
+        last = tl.maximum(end - tile_units, position + 1)  # later no keys are left
+        seq = find_seq_idx(work_indptr, seqs, position, TURNS, 0)
+        while position < last:
+            first_unit = tl.load(work_indptr + seq)
+            units = tl.load(work_indptr + seq + 1) - first_unit
+            head_turn = (position - first_unit * TURNS) // units
+            head = head_turn * SPLIT.HEADS_AT_ONCE + lane // SPLIT.ROW_BLOCKS
+            unit = (position - first_unit * TURNS) % units
 
             b = seq
             first = 0
@@ -141,8 +141,8 @@ def decode_splits(
                 prefix = length - queries
                 if C.WINDOW:
                     first = tl.maximum(prefix - window + 1, 0)
-            stop = unit + 1 if SPLIT.BATCH_INVARIANT else tl.minimum(unit + end - at, units)
-            next_at = at + stop - unit
+            stop = unit + 1 if SPLIT.BATCH_INVARIANT else tl.minimum(unit + end - position, units)
+            next_at = position + stop - unit
             if SPLIT.TILE_UNITS or SPLIT.PLANNED_QUOTA:  # from here on units of keys
                 unit = tl.maximum(unit - tile_units, 0)
                 stop -= tile_units
@@ -180,28 +180,28 @@ def decode_splits(
                 )
             acc = concat_acc(state, BM, C.BDV, C.VALUE_PARTS)
             dv = tl.arange(0, C.BDV)
-            whole = stop - unit == units
+            is_complete = stop - unit == units
             if SPLIT.SHARED:
-                final = whole & (first == 0) & (level == 0)
+                final = is_complete & (first == 0) & (level == 0)
             else:
-                final = whole
+                final = is_complete
             if final:
                 store_tile(out, tile, state, acc, sinks, scales.v, C)
             else:
-                slot = at * LANES + lane
+                slot = position * LANES + lane
                 if not SPLIT.BATCH_INVARIANT:
                     slot = 2 * tl.program_id(0) + (unit == 0).to(tl.int32)
-                none = state.total == 0.0
-                safe = tl.where(none, 1.0, state.total)
+                empty = state.total == 0.0
+                safe = tl.where(empty, 1.0, state.total)
                 p_at = slot.to(tl.int64) * BM + tl.arange(0, BM)
                 if SPLIT.SHARED:
-                    if whole:
+                    if is_complete:
                         tokens = tl.load(requests.cu_seqlens_q + batch)
                         p_at = whole_rows(
                             tl.num_programs(0), tokens, level, tile.token, tile.q_head,
                             BM, C,
                         )  # fmt: skip
-                lse = tl.where(none, -float("inf"), state.m + tl.log2(safe))
+                lse = tl.where(empty, -float("inf"), state.m + tl.log2(safe))
                 p_out = partial.out + p_at[:, None] * C.BDV + dv[None, :]
                 if SPLIT.SHARED:  # a row that is not live has no place of its own
                     tl.store(p_out, acc / safe[:, None], mask=tile.live[:, None])
@@ -209,6 +209,6 @@ def decode_splits(
                 else:
                     tl.store(p_out, acc / safe[:, None])
                     tl.store(partial.lse + p_at, lse)
-            at = next_at
-            if at < last:
-                seq = find_seq_idx(work_indptr, seqs, at, TURNS, 0)
+            position = next_at
+            if position < last:
+                seq = find_seq_idx(work_indptr, seqs, position, TURNS, 0)

@@ -44,10 +44,10 @@ def dual_chunk_loop(
     rotation_stride = q.head_stride * (C.HEADS * C.GROUP)
     # the keys of all earlier chunks, of the chunk before and of the rows' own, in this order
     for part in range(3 * chunk, 3 * last_chunk + 3):
-        own = part // 3
+        own_chunk = part // 3
         rotation = 2 - part % 3
-        first = tl.where(rotation == 2, 0, tl.maximum(own - rotation, 0) * C.CHUNK)
-        end = tl.minimum(tl.maximum(own - rotation + 1, 0) * C.CHUNK, keys.length)
+        first = tl.where(rotation == 2, 0, tl.maximum(own_chunk - rotation, 0) * C.CHUNK)
+        end = tl.minimum(tl.maximum(own_chunk - rotation + 1, 0) * C.CHUNK, keys.length)
         seen_by_all = end
         if rotation == 0:
             seen_by_all = tl.minimum(end, prefix + first_query + 1)
@@ -58,8 +58,8 @@ def dual_chunk_loop(
         )
         tile = load_tile(rotated, row, query, queries, head, C)
         part_keys = Keys(
-            keys.cache, keys.table, first, end, prefix, keys.tree, keys.window, keys.drafts, own,
-            seen_by_all,
+            keys.cache, keys.table, first, end, prefix, keys.tree, keys.window, keys.drafts,
+            own_chunk, seen_by_all,
         )  # fmt: skip
         m, total, acc = attention_loop(
             tile,

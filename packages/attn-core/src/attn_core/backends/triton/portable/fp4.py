@@ -19,7 +19,7 @@ import triton.language as tl
 def load_fp4(
     pool,
     blocks,
-    at,
+    offsets,
     block_at,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -30,7 +30,7 @@ def load_fp4(
     """Load FP4 columns FIRST to FIRST + WIDTH times 2**-14, each fourth one in one tile.
 
     Returns four tiles [N, WIDTH / 4] in the dtype `like`: no number has to move to another thread.
-    at, block_at: int [N], where each key and its scales begin. Columns from D on are 0. FP4 is
+    offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0. FP4 is
     e2m1, low nibble first, with one e4m3 scale per 16 columns. Both numbers and the product are
     exact in fp16: times 2**-14 it is a multiple of its smallest number.
     """
@@ -38,33 +38,33 @@ def load_fp4(
     PAIRS: tl.constexpr = max(1, WIDTH // 32)
     w = FIRST // 4 + tl.arange(0, WORDS)
     p = FIRST // 32 + tl.arange(0, PAIRS)
-    has_word = (at >= 0)[:, None] & (w < D // 4)[None, :]
-    has_pair = (at >= 0)[:, None] & (2 * p < D // 16)[None, :]
+    has_word = (offsets >= 0)[:, None] & (w < D // 4)[None, :]
+    has_pair = (offsets >= 0)[:, None] & (2 * p < D // 16)[None, :]
     if C.FP4_ALIGNED:
         ALIGNED: tl.constexpr = C.FP4_ALIGNED
         EIGHT_TIMES: tl.constexpr = 8 * C.FP4_ALIGNED
-        words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + w[None, :]
-        words = tl.multiple_of(words, (1, EIGHT_TIMES))
+        word_ptrs = pool.to(tl.pointer_type(tl.uint16)) + (offsets // 2)[:, None] + w[None, :]
+        word_ptrs = tl.multiple_of(word_ptrs, (1, EIGHT_TIMES))
         pairs = blocks.to(tl.pointer_type(tl.uint16)) + (block_at // 2)[:, None] + p[None, :]
         pairs = tl.multiple_of(pairs, (1, ALIGNED))
         if FIRST + WIDTH > D:
-            word = tl.load(words, mask=has_word, other=0)
+            word = tl.load(word_ptrs, mask=has_word, other=0)
             pair = tl.load(pairs, mask=has_pair, other=0)
         else:
-            word = tl.load(words)
+            word = tl.load(word_ptrs)
             pair = tl.load(pairs)
     else:
-        word = bytes_as_words(pool + at[:, None] + 2 * w[None, :], has_word, has_word)
+        word = bytes_as_words(pool + offsets[:, None] + 2 * w[None, :], has_word, has_word)
         scale_bytes = blocks.to(tl.pointer_type(tl.uint8)) + block_at[:, None] + 2 * p[None, :]
-        has_second = (at >= 0)[:, None] & (2 * p + 1 < D // 16)[None, :]
+        has_second = (offsets >= 0)[:, None] & (2 * p + 1 < D // 16)[None, :]
         pair = bytes_as_words(scale_bytes, has_pair, has_second)
-    pair = tl.broadcast_to(pair[:, :, None], (at.shape[0], PAIRS, WORDS // PAIRS))
-    pair = tl.reshape(pair, (at.shape[0], WORDS))
+    pair = tl.broadcast_to(pair[:, :, None], (offsets.shape[0], PAIRS, WORDS // PAIRS))
+    pair = tl.reshape(pair, (offsets.shape[0], WORDS))
     # Which of the two, as prmt takes it. Nothing is loaded: the compiler moves the layout of a
     # product's operand up to loads alone, and leaves it below the code where it meets a range.
     select = tl.where(w // 4 % 2 == 0, 0x20, 0x31).to(tl.uint16)
-    nothing = pool.to(tl.pointer_type(tl.uint16)) + w
-    select = tl.load(nothing, mask=w < 0, other=select)[None, :]
+    dummy_ptrs = pool.to(tl.pointer_type(tl.uint16)) + w
+    select = tl.load(dummy_ptrs, mask=w < 0, other=select)[None, :]
     if C.PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             """{

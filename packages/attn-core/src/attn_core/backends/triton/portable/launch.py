@@ -61,12 +61,12 @@ class PortableDecode(SplitKernel):
         )
 
     def make_attend(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: SplitKV
+        self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV
     ) -> Launcher:
         """Return its own launcher for calls with this key."""
         return Launcher(
             decode_splits,
-            *(kept.stores, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            *(bound.stores, bound.sinks, bound.scales, call.layer.sliding_window or 0),
             *(
                 launch.block_m,
                 launch.block_n,
@@ -74,7 +74,7 @@ class PortableDecode(SplitKernel):
                 part.cuts.overlap,
                 constants_of(part.cuts),
             ),
-            kept.constants(launch, call.inputs.mask, paged=True),
+            bound.constants(launch, call.inputs.mask, paged=True),
             num_warps=launch.warps,
             num_stages=launch.stages,
             **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
@@ -115,14 +115,14 @@ class PortablePrefill(Kernel[Tiles]):
         )
 
     def make_launchers(
-        self, call: Call, kept: LayerArguments, launch: Launch, part: Tiles
+        self, call: Call, bound: LayerArguments, launch: Launch, part: Tiles
     ) -> Launchers:
         """Return launchers for calls with this key."""
         attend = Launcher(
             extend_tiles,
-            *(kept.stores, kept.sinks, kept.scales, call.layer.sliding_window or 0),
+            *(bound.stores, bound.sinks, bound.scales, call.layer.sliding_window or 0),
             *(launch.block_m, launch.block_n, launch.stages, part.min_queries),
-            kept.constants(launch, call.inputs.mask, paged=call.inputs.paged),
+            bound.constants(launch, call.inputs.mask, paged=call.inputs.paged),
             num_warps=launch.warps,
             num_stages=launch.stages,
         )
@@ -158,7 +158,7 @@ class LayerArguments:
         """
         stores = _stores(cache)
         k, v, k_scales, v_scales = (tuple(store[1:]) for store in stores)
-        first, rest = head_parts(layer.head_dim)
+        first, second = head_parts(layer.head_dim)
         fp4 = cache.block_scales is not None
         fp8 = cache.v is not None and cache.v.dtype.itemsize == 1 and not fp4
         width = power_of_two(layer.v_head_dim)
@@ -169,7 +169,7 @@ class LayerArguments:
             PAGE=cache.page_size,
             D=layer.head_dim,
             D1=first,
-            D2=rest,
+            D2=second,
             DV=layer.v_head_dim,
             BDV=width,
             LATENT=cache.v is None,
@@ -206,12 +206,12 @@ class LayerArguments:
         split = launch.block_m < 64
         quarters = split and parts == 4
         # of a tile that is not wider than high, Triton gives each warp all values
-        whole = quarters and launch.warps > 1 and launch.block_m >= common.BDV // 4
+        unsplit = quarters and launch.warps > 1 and launch.block_m >= common.BDV // 4
         return common._replace(
             PAGE=common.PAGE if paged else 0,
             D2=max(64, common.D2) if common.D2 and quarters else common.D2,
             KEY_PARTS=4 if quarters else 1,
-            VALUE_PARTS=1 if whole or not split else parts,
+            VALUE_PARTS=1 if unsplit or not split else parts,
             PTX=launch.ptx,
             MASK=mask,
         )
@@ -223,9 +223,9 @@ def needs_int64_offsets(cache: LayerCache, heads: int, strides: Sequence[int]) -
     The strides decide, not the sizes: a store that is a part of a larger tensor has gaps.
     """
     pages, tokens = cache.num_pages, cache.page_size
-    each = zip(strides[::3], strides[1::3], strides[2::3], strict=True)
+    per_tensor = zip(strides[::3], strides[1::3], strides[2::3], strict=True)
     return any(
-        pages * page + tokens * token + heads * head >= 1 << 31 for page, token, head in each
+        pages * page + tokens * token + heads * head >= 1 << 31 for page, token, head in per_tensor
     )
 
 

@@ -60,18 +60,18 @@ def load_tile(q, row, query, queries, head, C: tl.constexpr):
     query, queries: its first query in the batch, and how many it has.
     """
     qi = row // C.GROUP
-    live = qi < queries
+    row_mask = qi < queries
     token = (query + qi).to(tl.int64)
     q_head = (head * C.GROUP + row % C.GROUP).to(tl.int64)
-    at = token * q.token_stride + q_head * q.head_stride
+    offsets = token * q.token_stride + q_head * q.head_stride
     d1 = tl.arange(0, C.D1)
-    in_q1 = live[:, None] & (d1 < C.D)[None, :]
-    q1 = tl.load(q.ptr + at[:, None] + d1[None, :], mask=in_q1, other=0.0)
+    in_q1 = row_mask[:, None] & (d1 < C.D)[None, :]
+    q1 = tl.load(q.ptr + offsets[:, None] + d1[None, :], mask=in_q1, other=0.0)
     q2 = q1
     if C.D2 > 0:
         d2 = C.D1 + tl.arange(0, C.D2)
-        in_q2 = live[:, None] & (d2 < C.D)[None, :]
-        q2 = tl.load(q.ptr + at[:, None] + d2[None, :], mask=in_q2, other=0.0)
+        in_q2 = row_mask[:, None] & (d2 < C.D)[None, :]
+        q2 = tl.load(q.ptr + offsets[:, None] + d2[None, :], mask=in_q2, other=0.0)
     unit = tl.full(row.shape, 1.0, tl.float32)
     if C.SCALE_QUERIES:
         q1, q2, unit = scaled_queries(q1, q2, C)
@@ -80,9 +80,9 @@ def load_tile(q, row, query, queries, head, C: tl.constexpr):
         parts2 = parts1
         if C.D2 > 0:
             parts2 = quarters(q2)
-        return Tile(parts1, parts2, qi, live, token, q_head, unit)
+        return Tile(parts1, parts2, qi, row_mask, token, q_head, unit)
     else:
-        return Tile(q1, q2, qi, live, token, q_head, unit)
+        return Tile(q1, q2, qi, row_mask, token, q_head, unit)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def scaled_queries(q1, q2, C: tl.constexpr):
 def load_values(
     pool,
     blocks,
-    at,
+    offsets,
     block_at,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -123,23 +123,23 @@ def load_values(
 ):
     """Load the columns FIRST to FIRST + WIDTH of keys or values as [N, WIDTH] in the dtype `like`.
 
-    at, block_at: int [N], where each key and its FP4 scales begin. Columns from D on are 0. Numbers
-    in FP4 are those of load_fp4.
+    offsets, block_at: int [N], where each key and its FP4 scales begin. Columns from D on are 0.
+    load_fp4 gives the numbers of FP4.
     """
     if C.FP4:
-        a, b, c, d = load_fp4(pool, blocks, at, block_at, FIRST, WIDTH, D, like, C)
-        return interleaved(a, b, c, d, at.shape[0], WIDTH)
+        a, b, c, d = load_fp4(pool, blocks, offsets, block_at, FIRST, WIDTH, D, like, C)
+        return interleaved(a, b, c, d, offsets.shape[0], WIDTH)
     else:
         d = FIRST + tl.arange(0, WIDTH)
-        here = (at >= 0)[:, None] & (d[None, :] < D)  # every `at` is; D may fill d
+        mask = (offsets >= 0)[:, None] & (d[None, :] < D)  # every `offsets` is; D may fill d
         if FIRST + WIDTH > D:
-            return tl.load(pool + at[:, None] + d[None, :], mask=here, other=0.0).to(like)
+            return tl.load(pool + offsets[:, None] + d[None, :], mask=mask, other=0.0).to(like)
         else:
-            return tl.load(pool + at[:, None] + d[None, :]).to(like)
+            return tl.load(pool + offsets[:, None] + d[None, :]).to(like)
 
 
 @triton.jit
-def load_split_columns(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
+def load_split_columns(pool, offsets, D: tl.constexpr, like: tl.constexpr, PTX: tl.constexpr):
     """Load FP8 values as their even and their odd columns, [N, D / 2] each in the dtype `like`.
 
     Two neighbours are loaded as one 16-bit number. The transposed operand of a product is read
@@ -147,8 +147,8 @@ def load_split_columns(pool, at, D: tl.constexpr, like: tl.constexpr, PTX: tl.co
     neighbours by NVIDIA's instructions.
     """
     pair = tl.arange(0, D // 2)
-    words = pool.to(tl.pointer_type(tl.uint16)) + (at // 2)[:, None] + pair[None, :]
-    word = tl.load(words)
+    word_ptrs = pool.to(tl.pointer_type(tl.uint16)) + (offsets // 2)[:, None] + pair[None, :]
+    word = tl.load(word_ptrs)
     if PTX:  # two words at a time: bytes 0, 2 and 1, 3
         if pool.dtype.element_ty == tl.float8e5:  # the upper byte of an fp16
             low, high = tl.inline_asm_elementwise(

@@ -16,36 +16,38 @@ from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, w
 def count_ended(work_indptr, seqs, unit, TURNS: tl.constexpr):
     """Return how many sequences end no later than a unit: that of the unit."""
     i = tl.arange(0, 128)
-    ended = tl.zeros([128], tl.int32)
+    num_ended = tl.zeros([128], tl.int32)
     for low in range(0, seqs, 128):
         ok = low + i < seqs
         ends = tl.load(work_indptr + 1 + low + i, mask=ok, other=0)
-        ended += (ok & (ends * TURNS <= unit)).to(tl.int32)
-    return tl.sum(ended, 0)
+        num_ended += (ok & (ends * TURNS <= unit)).to(tl.int32)
+    return tl.sum(num_ended, 0)
 
 
 @triton.jit
 def add_partials(
-    m, total, acc, partial, first, count, tile_row, whole_at, live, d,
+    m, total, acc, partial, first, count, tile_row, complete_row, row_mask, d,
     PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add the partials of one row of a tile to its state m, total [1] and acc [1, len(d)].
 
-    They are those of one lane of `count` parts, from program `first` on. whole_at: where the only
-    one lies if SHARED.
+    They are those of one lane of `count` parts, from program `first` on. complete_row: the row of
+    the only partial, if SHARED and the tile was not split.
     """
     i = tl.arange(0, PARTIALS)
     for part in range(0, count, PARTIALS):
-        ok = (part + i < count) & live
+        ok = (part + i < count) & row_mask
         slot = first + (part + i) * (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS)
         # the first program stored this at the end of its quota, the others at the begin
         if not SPLIT.BATCH_INVARIANT:
             slot = 2 * slot + (part + i == 0).to(tl.int32)
-        at = slot.to(tl.int64) * BM + tile_row
+        rows_in = slot.to(tl.int64) * BM + tile_row
         if SPLIT.SHARED:
-            at = tl.where(count == 1, whole_at, at)
-        s = tl.load(partial.lse + at, mask=ok, other=-float("inf"))
-        x = tl.load(partial.out + at[:, None] * C.BDV + d[None, :], mask=ok[:, None], other=0.0)
+            rows_in = tl.where(count == 1, complete_row, rows_in)
+        s = tl.load(partial.lse + rows_in, mask=ok, other=-float("inf"))
+        x = tl.load(
+            partial.out + rows_in[:, None] * C.BDV + d[None, :], mask=ok[:, None], other=0.0
+        )
         new = tl.maximum(m, tl.max(s, 0))
         base = tl.where(new == -float("inf"), 0.0, new)
         weight = tl.exp2(s - base)
@@ -62,12 +64,12 @@ def find_group(work_indptr, spans, span, BM: tl.constexpr, C: tl.constexpr):
 
     span: that of the group; all are 0 where it is -1.
     """
-    known = span >= 0
-    before = tl.load(work_indptr + span, mask=known, other=0)
-    units = tl.load(work_indptr + span + 1, mask=known, other=0) - before
-    tiles = tl.cdiv(tl.load(spans.queries + span, mask=known, other=0) * C.GROUP, BM)
-    query = tl.load(spans.token + span, mask=known, other=0)
-    return before, units, units // tl.maximum(tiles, 1), query
+    in_group = span >= 0
+    first_unit = tl.load(work_indptr + span, mask=in_group, other=0)
+    units = tl.load(work_indptr + span + 1, mask=in_group, other=0) - first_unit
+    tiles = tl.cdiv(tl.load(spans.queries + span, mask=in_group, other=0) * C.GROUP, BM)
+    query = tl.load(spans.token + span, mask=in_group, other=0)
+    return first_unit, units, units // tl.maximum(tiles, 1), query
 
 
 @triton.jit(do_not_specialize=["batch", "programs"])
@@ -108,9 +110,9 @@ def merge_splits(
         lane = tl.program_id(0) % LANES
         unit = tl.minimum((cut + 1) * quota, work - 1)  # the first one behind the cut
         b = count_ended(work_indptr, batch, unit, TURNS)
-        before = tl.load(work_indptr + b)
-        units = tl.load(work_indptr + b + 1) - before
-        head_turn = (unit - before * TURNS) // tl.maximum(units, 1)
+        first_unit = tl.load(work_indptr + b)
+        units = tl.load(work_indptr + b + 1) - first_unit
+        head_turn = (unit - first_unit * TURNS) // tl.maximum(units, 1)
         kv_head = head_turn * SPLIT.HEADS_AT_ONCE + lane // SPLIT.ROW_BLOCKS
     else:
         tiles = C.HEADS * SPLIT.ROW_BLOCKS
@@ -118,9 +120,9 @@ def merge_splits(
         kv_head = tl.program_id(0) % tiles // SPLIT.ROW_BLOCKS
         head_turn = kv_head // SPLIT.HEADS_AT_ONCE
         lane = kv_head % SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS + row_block
-        before = tl.load(work_indptr + b)
-        units = tl.load(work_indptr + b + 1) - before
-    begin = before * TURNS + head_turn * units
+        first_unit = tl.load(work_indptr + b)
+        units = tl.load(work_indptr + b + 1) - first_unit
+    begin = first_unit * TURNS + head_turn * units
     if SPLIT.BATCH_INVARIANT:
         low = begin
         count = units
@@ -147,22 +149,22 @@ def merge_splits(
         tl.extra.cuda.gdc_wait()
     if (count > 1) | (outer >= 0):
         d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        one = tl.zeros([1], tl.int32)
-        for turn in tl.static_range(ROWS):
-            tile_row = tl.program_id(1) * ROWS + turn
+        zero = tl.zeros([1], tl.int32)
+        for i in tl.static_range(ROWS):
+            tile_row = tl.program_id(1) * ROWS + i
             row = row_block * BM + tile_row
-            live = (tile_row < BM) & (row < queries * C.GROUP)
+            row_mask = (tile_row < BM) & (row < queries * C.GROUP)
             token = (query + row // C.GROUP).to(tl.int64)
             head = kv_head * C.GROUP + row % C.GROUP
             m = tl.full([1], -float("inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
             acc = tl.zeros([1, COLUMNS], tl.float32)
-            whole_at = 0
+            complete_row = 0
             if SPLIT.SHARED:
-                whole_at = whole_rows(programs, tokens, one, token, head, BM, C)
+                complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
             m, total, acc = add_partials(
-                m, total, acc, partial, low * LANES + lane, count, tile_row, whole_at, live, d,
-                PARTIALS, BM, SPLIT, C,
+                m, total, acc, partial, low * LANES + lane, count, tile_row, complete_row,
+                row_mask, d, PARTIALS, BM, SPLIT, C,
             )  # fmt: skip
             if SPLIT.SHARED:
                 for level in tl.static_range(1, 3):
@@ -175,21 +177,25 @@ def merge_splits(
                         s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
                         s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                         s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                        whole_at = whole_rows(programs, tokens, one + level, token, head, BM, C)
+                        complete_row = whole_rows(
+                            programs, tokens, zero + level, token, head, BM, C
+                        )
                         m, total, acc = add_partials(
                             m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
-                            whole_at, live, d, PARTIALS, BM, SPLIT, C,
+                            complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
                         )  # fmt: skip
             sink = m
             if C.USE_SINKS:
-                sink = tl.load(sinks + head + one, mask=live, other=0.0).to(tl.float32)
+                sink = tl.load(sinks + head + zero, mask=row_mask, other=0.0).to(tl.float32)
             result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
-            o_at = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
-            inside = live & (d < C.DV)[None, :]
+            out_ptrs = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
+            mask = row_mask & (d < C.DV)[None, :]
             tl.store(
-                o_at + one[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=inside
+                out_ptrs + zero[:, None] + d[None, :],
+                result.to(out.ptr.dtype.element_ty),
+                mask=mask,
             )
-            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head + one, lse, mask=live)
+            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head + zero, lse, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -223,12 +229,12 @@ def merge_tiles(
         else:
             high = middle
     b = tl.load(request_order + low)
-    before = tl.load(tile_offsets + low)
-    items = tl.load(tile_offsets + low + 1) - before
+    first_tile = tl.load(tile_offsets + low)
+    items = tl.load(tile_offsets + low + 1) - first_tile
     count = tl.load(parts.counts + b)
     query = tl.load(cu + b)
     rows_of_all = (tl.load(cu + b + 1) - query) * C.GROUP
-    item = slot // C.HEADS - before
+    item = slot // C.HEADS - first_tile
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if (count > 1) & (item < items):
@@ -236,20 +242,22 @@ def merge_tiles(
         kv_head = slot % C.HEADS
         tile = item % tiles
         d = tl.arange(0, BDV)
-        turn = item // tiles * tl.num_programs(1) + tl.program_id(1)
-        for first in range(turn * ROWS, BM, count * tl.num_programs(1) * ROWS):
+        program = item // tiles * tl.num_programs(1) + tl.program_id(1)
+        for first in range(program * ROWS, BM, count * tl.num_programs(1) * ROWS):
             tile_row = first + tl.arange(0, ROWS)
             row = tile * BM + tile_row
-            live = row < rows_of_all
+            row_mask = row < rows_of_all
             m = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BDV], tl.float32)
             for part in range(0, count):
-                at = (before + part * tiles + tile) * C.HEADS + kv_head
-                at = at.to(tl.int64) * BM + tile_row
-                s = tl.load(parts.lse + at, mask=live, other=-float("inf"))
+                rows_in = (first_tile + part * tiles + tile) * C.HEADS + kv_head
+                rows_in = rows_in.to(tl.int64) * BM + tile_row
+                s = tl.load(parts.lse + rows_in, mask=row_mask, other=-float("inf"))
                 x = tl.load(
-                    parts.out + at[:, None] * BDV + d[None, :], mask=live[:, None], other=0.0
+                    parts.out + rows_in[:, None] * BDV + d[None, :],
+                    mask=row_mask[:, None],
+                    other=0.0,
                 )
                 new = tl.maximum(m, s)
                 base = tl.where(new == -float("inf"), 0.0, new)
@@ -262,9 +270,9 @@ def merge_tiles(
             head = kv_head * C.GROUP + row % C.GROUP
             sink = m
             if C.USE_SINKS:
-                sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
+                sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
             result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
-            o_at = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
-            inside = live[:, None] & (d < C.DV)[None, :]
-            tl.store(o_at[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=inside)
-            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=live)
+            out_ptrs = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
+            mask = row_mask[:, None] & (d < C.DV)[None, :]
+            tl.store(out_ptrs[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=mask)
+            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=row_mask)

@@ -16,40 +16,40 @@ NONE = tl.constexpr(1 << 30)  # more granules than any request has
 @triton.jit
 def _or_least(ends_1, least_1, edge_1, ends_2, least_2, edge_2):
     """Combine two parts of a scan that begins anew where `ends` is 1: the least value, the edge."""
-    least = tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))
-    return ends_1 | ends_2, least, tl.where(ends_2 > 0, edge_2, edge_1)
+    minimum = tl.where(ends_2 > 0, least_2, tl.minimum(least_1, least_2))
+    return ends_1 | ends_2, minimum, tl.where(ends_2 > 0, edge_2, edge_1)
 
 
 @triton.jit
-def _join(own, left, right, base):
+def _join(request, left, right, base):
     """Group neighbours that share more than `base` granules int32 [BLOCK], which their group does.
 
     left, right: the granules that a request shares with its neighbours. Return whether a request is
     in a group, the group's first and last request and the granules that all of its members share.
     """
-    apart = (left <= base).to(tl.int32)
-    _, before, first = tl.associative_scan(
-        (apart, tl.where(right > base, right, NONE), own), 0, _or_least
+    starts = (left <= base).to(tl.int32)
+    _, min_before, first = tl.associative_scan(
+        (starts, tl.where(right > base, right, NONE), request), 0, _or_least
     )
-    apart = (right <= base).to(tl.int32)
-    _, after, last = tl.associative_scan(
-        (apart, tl.where(left > base, left, NONE), own), 0, _or_least, reverse=True
+    starts = (right <= base).to(tl.int32)
+    _, min_after, last = tl.associative_scan(
+        (starts, tl.where(left > base, left, NONE), request), 0, _or_least, reverse=True
     )
-    return last > first, first, last, tl.minimum(before, after)
+    return last > first, first, last, tl.minimum(min_before, min_after)
 
 
 @triton.jit
 def _store_requests(
-    work_indptr, spans, own, batch, queries, lengths, begin,
+    work_indptr, spans, request, batch, queries, lengths, begin,
     BN: tl.constexpr, TILE_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Store what each request reads alone, from key `begin` on, and return its units of work."""
-    ok = own < batch
+    ok = request < batch
     units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1) + TILE_UNITS
     units = tl.where(ok & (queries > 0), units, 0)
     tl.store(work_indptr, 0)
-    tl.store(work_indptr + 1 + own, tl.cumsum(units, 0), mask=ok)
-    tl.store(spans.begin + own, begin, mask=ok)
+    tl.store(work_indptr + 1 + request, tl.cumsum(units, 0), mask=ok)
+    tl.store(spans.begin + request, begin, mask=ok)
     return tl.sum(units, 0)
 
 
@@ -59,7 +59,7 @@ def _store_groups(
     work_indptr,
     spans,
     batch,
-    own,
+    request,
     level,
     groups,
     work,
@@ -78,22 +78,22 @@ def _store_groups(
 
     groups, work: those before. begin, end: granules.
     """
-    ok = own < batch
-    is_first = grouped & (own == first)
+    ok = request < batch
+    is_first = grouped & (request == first)
     number = groups + tl.cumsum(is_first.to(tl.int32), 0) - 1  # of the group of each request
-    at = batch + number
-    token = tl.load(cu + own, mask=ok, other=0)
+    span = batch + number
+    token = tl.load(cu + request, mask=ok, other=0)
     queries = tl.load(cu + last + 1, mask=is_first, other=0) - token
     units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN) + TILE_UNITS)
     units = tl.where(is_first, units, 0)
-    tl.store(work_indptr + at + 1, work + tl.cumsum(units, 0), mask=is_first)
-    tl.store(spans.request + at, own, mask=is_first)
-    tl.store(spans.token + at, token, mask=is_first)
-    tl.store(spans.queries + at, queries, mask=is_first)
-    tl.store(spans.begin + at, begin * GRANULE, mask=is_first)
-    tl.store(spans.end + at, end * GRANULE, mask=is_first)
-    tl.store(spans.level + at, level + own * 0, mask=is_first)
-    tl.store(spans.group + (level - 1) * batch + own, tl.where(grouped, at, -1), mask=ok)
+    tl.store(work_indptr + span + 1, work + tl.cumsum(units, 0), mask=is_first)
+    tl.store(spans.request + span, request, mask=is_first)
+    tl.store(spans.token + span, token, mask=is_first)
+    tl.store(spans.queries + span, queries, mask=is_first)
+    tl.store(spans.begin + span, begin * GRANULE, mask=is_first)
+    tl.store(spans.end + span, end * GRANULE, mask=is_first)
+    tl.store(spans.level + span, level + request * 0, mask=is_first)
+    tl.store(spans.group + (level - 1) * batch + request, tl.where(grouped, span, -1), mask=ok)
     return groups + tl.sum(is_first.to(tl.int32), 0), work + tl.sum(units, 0)
 
 
@@ -123,10 +123,10 @@ def _compare(
         low = 0
         while low < limit:
             i = low + tl.arange(0, WIDTH)
-            inside = i < limit
-            page = tl.load(row + i, mask=inside, other=0)
-            next_page = tl.load(row + table_stride + i, mask=inside, other=0)
-            limit = tl.min(tl.where(inside & (page != next_page), i, limit), 0)
+            valid = i < limit
+            page = tl.load(row + i, mask=valid, other=0)
+            next_page = tl.load(row + table_stride + i, mask=valid, other=0)
+            limit = tl.min(tl.where(valid & (page != next_page), i, limit), 0)
             low += WIDTH
         tl.store(common + b, limit * PAGE // GRANULE)
     tl.debug_barrier()  # the thread that counts releases what this one stored
@@ -165,13 +165,13 @@ def plan_shared(
     Where no first pages are equal, the first program does so at once, for requests alone.
     """
     b = tl.program_id(0)
-    own = tl.arange(0, BLOCK)
-    ok = own < batch
-    token = tl.load(cu + own, mask=ok, other=0)
-    queries = tl.load(cu + own + 1, mask=ok, other=0) - token
-    length = tl.load(lengths + own, mask=ok, other=0)
-    has_next = own < batch - 1
-    row = table + own.to(tl.int64) * table_stride
+    request = tl.arange(0, BLOCK)
+    ok = request < batch
+    token = tl.load(cu + request, mask=ok, other=0)
+    queries = tl.load(cu + request + 1, mask=ok, other=0) - token
+    length = tl.load(lengths + request, mask=ok, other=0)
+    has_next = request < batch - 1
+    row = table + request.to(tl.int64) * table_stride
     page = tl.load(row, mask=ok, other=0)
     next_page = tl.load(row + table_stride, mask=has_next, other=0)
     long = length - queries >= GRANULE
@@ -193,27 +193,31 @@ def plan_shared(
             buffer + 6 * columns,
             buffer + 7 * columns,
         )
-        none = own * 0
+        zeros = request * 0
         groups = 0
         if alone:
-            work = _store_requests(buffer, spans, own, batch, queries, length, none, BN, TILE_UNITS)
-            tl.store(spans.group + own, none - 1, mask=ok)
+            work = _store_requests(
+                buffer, spans, request, batch, queries, length, zeros, BN, TILE_UNITS
+            )
+            tl.store(spans.group + request, zeros - 1, mask=ok)
         else:
-            right = tl.load(common + own, mask=has_next, other=0, cache_modifier=".cg")
-            left = tl.load(common + own - 1, mask=ok & (own > 0), other=0, cache_modifier=".cg")
-            in_outer, outer_first, outer_last, outer_end = _join(own, left, right, none)
+            right = tl.load(common + request, mask=has_next, other=0, cache_modifier=".cg")
+            left = tl.load(
+                common + request - 1, mask=ok & (request > 0), other=0, cache_modifier=".cg"
+            )
+            in_outer, outer_first, outer_last, outer_end = _join(request, left, right, zeros)
             base = tl.where(in_outer, outer_end, NONE)
-            in_inner, inner_first, inner_last, inner_end = _join(own, left, right, base)
+            in_inner, inner_first, inner_last, inner_end = _join(request, left, right, base)
             begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
             work = _store_requests(
-                buffer, spans, own, batch, queries, length, begin, BN, TILE_UNITS
+                buffer, spans, request, batch, queries, length, begin, BN, TILE_UNITS
             )
             groups, work = _store_groups(
-                cu, buffer, spans, batch, own, 1, groups, work, in_outer, outer_first, outer_last,
-                none, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+                cu, buffer, spans, batch, request, 1, groups, work, in_outer, outer_first,
+                outer_last, zeros, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
             )  # fmt: skip
             groups, work = _store_groups(
-                cu, buffer, spans, batch, own, 2, groups, work, in_inner, inner_first, inner_last,
-                outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+                cu, buffer, spans, batch, request, 2, groups, work, in_inner, inner_first,
+                inner_last, outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
             )  # fmt: skip
-        tl.store(buffer + batch + 1 + own, work + none, mask=ok & (own >= groups))
+        tl.store(buffer + batch + 1 + request, work + zeros, mask=ok & (request >= groups))

@@ -45,9 +45,9 @@ def choose_quota(units, PARTS: tl.constexpr, MIN_UNITS: tl.constexpr):
             filled = tl.cdiv(units, low) * low
             tile_units = tl.zeros([], tl.int32)
     elif total == longest * requests:
-        whole = tl.cdiv(requests, PARTS)
-        if whole * (longest + ITEM_UNITS) * PARTS <= cost:
-            quota = whole * longest
+        requests_per_part = tl.cdiv(requests, PARTS)
+        if requests_per_part * (longest + ITEM_UNITS) * PARTS <= cost:
+            quota = requests_per_part * longest
             filled = units
             tile_units = tl.zeros([], tl.int32)
     return filled, quota, tile_units
@@ -77,8 +77,8 @@ def plan_splits(
     lengths: int32 [batch], keys. PARTS: where it is not 0, for one KV head and no more than BLOCK
     requests, the quota of each of so many parts and the tile units come behind, see choose_quota.
     """
-    before = tl.zeros([], tl.int32)
-    tl.store(work_indptr, before)
+    num_units = tl.zeros([], tl.int32)
+    tl.store(work_indptr, num_units)
     for low in range(0, batch, BLOCK):
         b = low + tl.arange(0, BLOCK)
         ok = b < batch
@@ -96,5 +96,5 @@ def plan_splits(
             units, quota, tile_units = choose_quota(units, PARTS, MIN_UNITS)
             tl.store(work_indptr + batch + 1, quota)
             tl.store(work_indptr + batch + 2, tile_units)
-        tl.store(work_indptr + b + 1, before + tl.cumsum(units, 0), mask=ok)
-        before += tl.sum(units, 0)
+        tl.store(work_indptr + b + 1, num_units + tl.cumsum(units, 0), mask=ok)
+        num_units += tl.sum(units, 0)

@@ -74,8 +74,8 @@ def order_requests(
     PROGRAMS: where it is not 0, keys of tiles may be cut for so many programs of equal speed, see
     KeyParts. A tile then counts as one for each of its parts.
     """
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys, tiles = _counts(cu, lengths, own, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keys, tiles = _counts(cu, lengths, request, batch, GROUP, ROWS, MIN_QUERIES, PAGED)
     share = 0
     if PROGRAMS:
         share = longest_part(
@@ -91,17 +91,17 @@ def order_requests(
         if PROGRAMS:
             b_tiles *= _parts(b_keys, share)
         equal = b_keys[None, :] == keys[:, None]
-        before = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < own[:, None]))
-        before = before & (b < batch)[None, :]
-        rank += tl.sum(before.to(tl.int32), 1)
-        offset += tl.sum(tl.where(before, b_tiles[None, :], 0), 1)
-    valid = own < batch
-    tl.store(request_order + rank, own, mask=valid)
+        earlier = (b_keys[None, :] > keys[:, None]) | (equal & (b[None, :] < request[:, None]))
+        earlier = earlier & (b < batch)[None, :]
+        rank += tl.sum(earlier.to(tl.int32), 1)
+        offset += tl.sum(tl.where(earlier, b_tiles[None, :], 0), 1)
+    valid = request < batch
+    tl.store(request_order + rank, request, mask=valid)
     tl.store(tile_offsets + rank, offset, mask=valid)
     tl.store(tile_offsets + rank + 1, offset + tiles, mask=valid & (rank == batch - 1))
     if PROGRAMS:
-        tl.store(counts + own, parts, mask=valid)
-        tl.store(slots + own, offset * HEADS, mask=valid)
+        tl.store(counts + request, parts, mask=valid)
+        tl.store(slots + request, offset * HEADS, mask=valid)
 
 
 @triton.jit
@@ -144,14 +144,14 @@ def longest_part(
     if longest > work * _LONG_TILE / PROGRAMS:
         share = tl.cdiv(work, _SHARES * PROGRAMS).to(tl.int32)
         if work == longest.to(tl.int64) * tiles:
-            least = tl.cdiv(tiles, PROGRAMS) * (longest + _PART_UNITS)
+            best = tl.cdiv(tiles, PROGRAMS) * (longest + _PART_UNITS)
             share = longest
-            most = tl.full([], 2 * _SHARES * PROGRAMS, tl.int32) // tl.maximum(tiles, 1)
-            for n in range(2, most + 1):
+            max_parts = tl.full([], 2 * _SHARES * PROGRAMS, tl.int32) // tl.maximum(tiles, 1)
+            for n in range(2, max_parts + 1):
                 part = tl.cdiv(longest, n)
                 rounds = tl.cdiv(tiles * n, PROGRAMS) * (part + _PART_UNITS)
-                if rounds < least:
-                    least = rounds
+                if rounds < best:
+                    best = rounds
                     share = part
         share = tl.maximum(share, _LEAST_UNITS)
     return share

@@ -17,17 +17,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_values(latents, scales, page, inner, used, C: tl.constexpr):
+def load_values(latents, scales, page, inner, valid, C: tl.constexpr):
     """Return the values of latents [BN, BDV] as they are multiplied; of unused slots, zeros."""
     d = tl.arange(0, C.BDV)
-    at = page * C.PAGE_STRIDE + inner * C.TOKEN_STRIDE
-    inside = used[:, None] & (d < C.DV)[None, :]
-    values = tl.load(latents + at[:, None] + d[None, :], mask=inside, other=0.0)
+    offsets = page * C.PAGE_STRIDE + inner * C.TOKEN_STRIDE
+    mask = valid[:, None] & (d < C.DV)[None, :]
+    values = tl.load(latents + offsets[:, None] + d[None, :], mask=mask, other=0.0)
     if C.FP8:
         group = tl.arange(0, C.BDV // GROUP)
-        at = page * C.SCALES_PAGE + inner * C.SCALES_TOKEN
-        inside = used[:, None] & (group < C.DV // GROUP)[None, :]
-        scale = tl.load(scales + at[:, None] + group[None, :], mask=inside, other=0.0)
+        offsets = page * C.SCALES_PAGE + inner * C.SCALES_TOKEN
+        mask = valid[:, None] & (group < C.DV // GROUP)[None, :]
+        scale = tl.load(scales + offsets[:, None] + group[None, :], mask=mask, other=0.0)
         values = values.to(tl.float32) if C.NATIVE else from_e4m3(values)
         grouped = tl.reshape(values, (C.BN, C.BDV // GROUP, GROUP))
         values = tl.reshape(grouped * scale[:, :, None], (C.BN, C.BDV))
@@ -49,40 +49,42 @@ def attend_selected(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     head = tl.program_id(1) * C.BM + tl.arange(0, C.BM)
-    live = head < C.HEADS
+    head_mask = head < C.HEADS
     d = tl.arange(0, C.BDV)
     rope = tl.arange(0, C.BDR)
     of_v = d < C.DV
     of_rope = rope < C.DR
-    at = token * q_token + head.to(tl.int64) * q_head
-    q1 = tl.load(q + at[:, None] + d[None, :], mask=live[:, None] & of_v[None, :], other=0.0)
+    q_offsets = token * q_token + head.to(tl.int64) * q_head
+    q1 = tl.load(
+        q + q_offsets[:, None] + d[None, :], mask=head_mask[:, None] & of_v[None, :], other=0.0
+    )
     if C.DR > 0:
-        at_rope = at[:, None] + C.DV + rope[None, :]
-        q2 = tl.load(q + at_rope, mask=live[:, None] & of_rope[None, :], other=0.0)
+        at_rope = q_offsets[:, None] + C.DV + rope[None, :]
+        q2 = tl.load(q + at_rope, mask=head_mask[:, None] & of_rope[None, :], other=0.0)
     m = tl.full((C.BM,), -float("inf"), tl.float32)
     total = tl.full((C.BM,), 0.0, tl.float32)
     acc = tl.full((C.BM, C.BDV), 0.0, tl.float32)
     first = part * keys
-    own = topk_indices + token * row_stride
+    indices_ptr = topk_indices + token * row_stride
     count = tl.full((), 0, tl.int32)
     for start in range(first, tl.minimum(first + keys, C.TOPK), C.BN):
         n = start + tl.arange(0, C.BN)
-        slot = tl.load(own + n, mask=n < C.TOPK, other=-1)
+        slot = tl.load(indices_ptr + n, mask=n < C.TOPK, other=-1)
         count += tl.sum((slot >= 0).to(tl.int32))
     for start in range(first, first + count, C.BN):
         n = start + tl.arange(0, C.BN)
-        used = n < first + count
-        slot = tl.load(own + n, mask=used, other=0).to(tl.int64)
+        valid = n < first + count
+        slot = tl.load(indices_ptr + n, mask=valid, other=0).to(tl.int64)
         page = slot // C.PAGE
         inner = slot % C.PAGE
-        k1 = load_values(latents, scales, page, inner, used, C).to(q1.dtype)
+        k1 = load_values(latents, scales, page, inner, valid, C).to(q1.dtype)
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if C.DR > 0:
-            inside = used[:, None] & of_rope[None, :]
+            rope_mask = valid[:, None] & of_rope[None, :]
             of_slot = rope_parts + (page * C.ROPE_PAGE + inner * C.ROPE_TOKEN)[:, None]
-            k2 = tl.load(of_slot + rope[None, :], mask=inside, other=0.0)
+            k2 = tl.load(of_slot + rope[None, :], mask=rope_mask, other=0.0)
             s += tl.dot(q2, tl.trans(k2.to(q2.dtype)), input_precision="ieee")
-        s = tl.where(used[None, :], s, -float("inf"))
+        s = tl.where(valid[None, :], s, -float("inf"))
         new = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
         p = tl.exp2(s * (scale * LOG2E) - new[:, None])
         shrink = tl.exp2(m - new)
@@ -91,8 +93,8 @@ def attend_selected(
         m = new
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    at = part.to(tl.int64) * out_split + token * out_token + head.to(tl.int64) * out_head
-    inside = live[:, None] & of_v[None, :]
-    tl.store(out + at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    q_offsets = part.to(tl.int64) * out_split + token * out_token + head.to(tl.int64) * out_head
+    rope_mask = head_mask[:, None] & of_v[None, :]
+    tl.store(out + q_offsets[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=rope_mask)
     state = tl.where(empty, -float("inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-    tl.store(lse + part.to(tl.int64) * lse_split + token * lse_token + head, state, mask=live)
+    tl.store(lse + part.to(tl.int64) * lse_split + token * lse_token + head, state, mask=head_mask)

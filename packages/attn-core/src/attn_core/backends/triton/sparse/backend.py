@@ -70,7 +70,7 @@ class TritonSparse(AttentionBackend):
                 *(batch.views[layer.view], batch.cu_seqlens_q, plan.requests),
                 queries=batch.max_q_len,
                 launchers=self._launchers,
-                keeps=not plan.captured,
+                keep_launches=not plan.captured,
             )
             view = plan.views[layer.view] = View(batch, inputs)
         return view
@@ -156,9 +156,9 @@ class TritonSparse(AttentionBackend):
             view = metadata.views.get(layer.view)
             if view is None or view.batch is not batch:
                 view = self._view(layer, batch, metadata)
-            inputs, at = view.inputs, q.data_ptr()
-            at |= topk_indices.data_ptr() | (0 if out is None else out.data_ptr())
-            if not at % 16:
+            inputs, q_ptr = view.inputs, q.data_ptr()
+            q_ptr |= topk_indices.data_ptr() | (0 if out is None else out.data_ptr())
+            if not q_ptr % 16:
                 like = (layer.form, layer.scale, stored(cache), out is None)
                 last = inputs.last.get(like)
             if last is not None:
@@ -196,8 +196,8 @@ class TritonSparse(AttentionBackend):
         )  # fmt: skip
         attention = inputs.kept.get(key)
         if attention is None:
-            asked = (q, layer, cache, batch, topk_indices, out, lse)
-            attention = self._attention(*asked)
+            arguments = (q, layer, cache, batch, topk_indices, out, lse)
+            attention = self._attention(*arguments)
             inputs.keep(key, attention, attention.nbytes)
         elif like is not None and lse is metadata.unread_lse:
             fits = same_form(*(x for x in (q, topk_indices, caller_out) if x is not None))
@@ -235,26 +235,28 @@ class TritonSparse(AttentionBackend):
         """
         config = self.config
         processors = 0 if config.deterministic else config.multiprocessors or 1
-        more: Any = {"processors": processors, "launchers": self._launchers}
+        options: Any = {"processors": processors, "launchers": self._launchers}
         hopper, slots = self._hopper, topk_indices
         if hopper is not None and hopper.takes(q, layer, cache):
             if not self._fp8:
                 source = gather.Source(slots, self._launchers)
-                return hopper.Attention.of(q, layer, source, cache.k, slots, out, lse, **more)
+                return hopper.Attention.of(q, layer, source, cache.k, slots, out, lse, **options)
             view, chosen = batch.views[layer.view], slots.numel()
             pages = view.page_table.shape[0] * -(-view.max_seq_len // cache.page_size)
-            held = pages * cache.page_size
-            if min(held, chosen) <= MOST_DECODED:
+            capacity = pages * cache.page_size
+            if min(capacity, chosen) <= MOST_DECODED:
                 decoded: gather.Pages | gather.Selected
-                if held <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
+                if capacity <= chosen and (batch.max_q_len > 1 or chosen > MOST_DECODED):
                     decoded = gather.Pages(slots, self._launchers, view, cache, q.dtype)
                 else:
                     decoded = gather.Selected(slots, self._launchers, cache, q.dtype)
                 latents, slots = decoded.latents, decoded.slots
-                attention = hopper.Attention.of(q, layer, decoded, latents, slots, out, lse, **more)
+                attention = hopper.Attention.of(
+                    q, layer, decoded, latents, slots, out, lse, **options
+                )
                 return attention
-        more["arch"] = config.arch
-        return launch.Attention.of(q, layer, cache, slots, out, lse, **more)
+        options["arch"] = config.arch
+        return launch.Attention.of(q, layer, cache, slots, out, lse, **options)
 
     def forward_ragged(
         self,

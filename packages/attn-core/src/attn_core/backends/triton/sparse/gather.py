@@ -63,27 +63,27 @@ def decode_selected(
             topk_indices, row_stride, tl.program_id(0), work, units, tokens, TOPK, BLOCK
         )  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    here = (n < TOPK) & (token < tokens)
-    slot = tl.load(topk_indices + token * row_stride + n, mask=here, other=-1)
-    used = slot >= 0
+    mask = (n < TOPK) & (token < tokens)
+    slot = tl.load(topk_indices + token * row_stride + n, mask=mask, other=-1)
+    valid = slot >= 0
     row = token * TOPK + n
-    tl.store(places + row, tl.where(used, row, -1).to(tl.int32), mask=here)
+    tl.store(places + row, tl.where(valid, row, -1).to(tl.int32), mask=mask)
     page = (slot // PAGE).to(tl.int64)
     inner = slot % PAGE
-    to = out + row[:, None] * (DV + DR)
-    at = page * PAGE_STRIDE + inner * TOKEN_STRIDE
+    out_ptrs = out + row[:, None] * (DV + DR)
+    offsets = page * PAGE_STRIDE + inner * TOKEN_STRIDE
     at_scale = page * SCALES_PAGE + inner * SCALES_TOKEN
     for group in tl.static_range(DV // GROUP):
         d = group * GROUP + tl.arange(0, GROUP)
-        x = tl.load(values + at[:, None] + d[None, :], mask=used[:, None], other=0.0)
-        scale = tl.load(scales + at_scale + group, mask=used, other=0.0)
+        x = tl.load(values + offsets[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+        scale = tl.load(scales + at_scale + group, mask=valid, other=0.0)
         x = x.to(tl.float32) * scale[:, None]
-        tl.store(to + d[None, :], x.to(out.dtype.element_ty), mask=used[:, None])
+        tl.store(out_ptrs + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
     r = tl.arange(0, BDR)
-    inside = used[:, None] & (r < DR)[None, :]
+    rope_mask = valid[:, None] & (r < DR)[None, :]
     of_slot = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]
-    y = tl.load(of_slot + r[None, :], mask=inside, other=0.0)
-    tl.store(to + DV + r[None, :], y.to(out.dtype.element_ty), mask=inside)
+    y = tl.load(of_slot + r[None, :], mask=rope_mask, other=0.0)
+    tl.store(out_ptrs + DV + r[None, :], y.to(out.dtype.element_ty), mask=rope_mask)
 
 
 Brought = tuple[Tensor, Tensor, Tensor, tuple[int, int, int]]
@@ -103,8 +103,8 @@ class Source:
         self.row, self.units, self.launchers = topk_indices.stride(0), 1, launchers
         width = self.tokens // 4 * 4 + 4  # each row is aligned to 16 bytes
         self.work = torch.empty(3, width, dtype=torch.int32, device=topk_indices.device)
-        at = self.work.data_ptr()
-        self.at_work = (at, at + 4 * width, at + 8 * width)
+        work_ptr = self.work.data_ptr()
+        self.at_work = (work_ptr, work_ptr + 4 * width, work_ptr + 8 * width)
         self.counts = self._counting(topk_indices)
 
     def _counting(self, topk_indices: Tensor) -> Launcher:
@@ -154,8 +154,8 @@ class Selected(Source):
         self.slots = torch.empty(topk_indices.shape, dtype=torch.int32, device=device)
         self.nbytes = self.latents.nbytes
         self._to = (self.latents.data_ptr(), self.slots.data_ptr(), self.at_work[0])
-        of = (self.topk, self.row >> 31, alike(topk_indices), dtype)
-        self._decoder = ("decode", numbered(of))
+        key_parts = (self.topk, self.row >> 31, alike(topk_indices), dtype)
+        self._decoder = ("decode", numbered(key_parts))
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
         """Decode them in one launch, which counts them too."""
@@ -198,12 +198,12 @@ class Pages(Source):
 
     def bring(self, cache: LayerCache, topk_indices: Tensor) -> Brought:
         """Decode them, and count while their slots are found."""
-        into = self._into
+        buffers = self._into
         if not self._few:
-            into = (into[0].new_empty(self._pages), *into[1:])
+            buffers = (buffers[0].new_empty(self._pages), *buffers[1:])
         count = Count(self.work, self.at_work[0], self.units)
-        of = (*self._of, topk_indices, self._dtype, into, count, self._key)
-        read = gather_pages(cache, *of)
+        arguments = (*self._of, topk_indices, self._dtype, buffers, count, self._key)
+        read = gather_pages(cache, *arguments)
         return *read, self.work, self.at_work
 
 

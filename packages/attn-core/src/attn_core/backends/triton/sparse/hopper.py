@@ -50,8 +50,8 @@ class Cut(NamedTuple):
 def cut(tokens: int, heads: int, topk: int, processors: int) -> Cut:
     """Cut into as many units as there are programs to take them; 0 processors always cut alike."""
     row_blocks, blocks = -(-heads // TILE), -(-topk // TILE)
-    wanted = max(1, processors // (tokens * row_blocks)) if processors else 8
-    per_unit = triton.next_power_of_2(-(-blocks // min(blocks, wanted)))
+    num_parts = max(1, processors // (tokens * row_blocks)) if processors else 8
+    per_unit = triton.next_power_of_2(-(-blocks // min(blocks, num_parts)))
     units = -(-blocks // per_unit)
     parts = min(tokens * units, max(1, (processors or tokens * units) // row_blocks))
     return Cut(row_blocks, per_unit, units, parts * row_blocks)
@@ -105,8 +105,8 @@ class Attention(NamedTuple):
         if units > 1:
             padded, rows = row_blocks * TILE, tokens * units * row_blocks * TILE
             written = torch.empty(rows * (v_dim + 1), dtype=torch.float32, device=q.device)
-            partial, at = written, written.data_ptr()
-            at_partial = (at, at + 4 * rows * v_dim)
+            partial, partial_ptr = written, written.data_ptr()
+            at_partial = (partial_ptr, partial_ptr + 4 * rows * v_dim)
             of_parts = (padded * v_dim, units * padded * v_dim, v_dim, 1, padded, units * padded, 1)
             merge = Merge.of(
                 tuple(map(alike, (written, written, out, lse))), (units, tokens, heads, v_dim),
@@ -137,9 +137,9 @@ class Attention(NamedTuple):
         """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
         if self.copies:
             q = q.clone(memory_format=torch.contiguous_format)
-        brought = self.source.bring(cache, topk_indices)
+        gathered = self.source.bring(cache, topk_indices)
         rows, (tokens, row, strides) = self.rows, self.numbers
-        latents, slots, _, (at_lengths, at_ends, at_indptr) = brought
+        latents, slots, _, (at_lengths, at_ends, at_indptr) = gathered
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         at_partial = self.at_partial or (at_lse, at_lse)
         self.launcher.launch(
@@ -149,15 +149,15 @@ class Attention(NamedTuple):
                 (at_ends, at_lengths, slots.data_ptr()), at_indptr, at_indptr, tokens, row,
                 (latents.data_ptr(), *strides),
             ),
-            lambda: self._tensors(q, brought, out, lse),
+            lambda: self._tensors(q, gathered, out, lse),
         )  # fmt: skip
         if self.merge is not None:
             addresses = (*at_partial, at_out, at_lse)
             self.merge.run(addresses, lambda: (*self._parts(out, lse), out, lse))
 
-    def _tensors(self, q: Tensor, brought: Brought, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    def _tensors(self, q: Tensor, gathered: Brought, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         """Return the arguments with tensors."""
-        latents, slots, (lengths, ends, indptr), _ = brought
+        latents, slots, (lengths, ends, indptr), _ = gathered
         rows, (tokens, row, strides) = self.rows, self.numbers
         return (
             TensorDescriptor(q, [*rows], [rows[1], 1], [TILE, PANEL], SWIZZLED),

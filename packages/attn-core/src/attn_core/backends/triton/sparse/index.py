@@ -12,16 +12,16 @@ from attn_core.backends.triton.sparse.e4m3 import from_e4m3
 
 
 @triton.jit
-def load_index_keys(keys, scales, table, position, seen, strides, C: tl.constexpr):
+def load_index_keys(keys, scales, table, position, valid, strides, C: tl.constexpr):
     """Return index keys [BN, BD] as they are stored, and their scales [BN]."""
-    page = tl.load(table + position // C.PAGE, mask=seen, other=0).to(tl.int64)
+    page = tl.load(table + position // C.PAGE, mask=valid, other=0).to(tl.int64)
     offset = position % C.PAGE
     d = tl.arange(0, C.BD)
-    at = page * strides.page + offset * strides.token
-    inside = seen[:, None] & (d < C.D)[None, :]
-    key = tl.load(keys + at[:, None] + d[None, :], mask=inside, other=0.0)
+    offsets = page * strides.page + offset * strides.token
+    mask = valid[:, None] & (d < C.D)[None, :]
+    key = tl.load(keys + offsets[:, None] + d[None, :], mask=mask, other=0.0)
     if C.FP8:
-        scale = tl.load(scales + page * strides.scales_page + offset, mask=seen, other=0.0)
+        scale = tl.load(scales + page * strides.scales_page + offset, mask=valid, other=0.0)
     else:
         scale = tl.full((C.BN,), 1.0, tl.float32)
     return key, scale
@@ -33,9 +33,9 @@ def load_queries(q, q_token, q_head, weights, weights_token, token, C: tl.conste
     head = tl.arange(0, C.BH)
     d = tl.arange(0, C.BD)
     of_heads = head < C.HEADS
-    inside = of_heads[:, None] & (d < C.D)[None, :]
-    at = token * q_token + head.to(tl.int64)[:, None] * q_head + d[None, :]
-    query = tl.load(q + at, mask=inside, other=0.0)
+    mask = of_heads[:, None] & (d < C.D)[None, :]
+    offsets = token * q_token + head.to(tl.int64)[:, None] * q_head + d[None, :]
+    query = tl.load(q + offsets, mask=mask, other=0.0)
     return query, tl.load(weights + token * weights_token + head, mask=of_heads, other=0.0)
 
 
@@ -74,30 +74,30 @@ def index_scores(
         length = tl.load(seq_lens + request)
         table = page_table + request.to(tl.int64) * table_stride
         stop = tl.maximum(tl.minimum(last, end - first), row + 1)  # rows of the request
-        most = tl.minimum(length - (end - first - stop), length)  # that any of them sees
-        if (most > TOPK) & (begin < most):
+        max_visible = tl.minimum(length - (end - first - stop), length)  # that any of them sees
+        if (max_visible > TOPK) & (begin < max_visible):
             if C.BT == 1:
                 token = (first + row).to(tl.int64)
                 query, w = load_queries(q, q_token, q_head, weights, weights_token, token, C)
                 out = scores + row.to(tl.int64) * row_stride
-                for start in tl.range(begin, tl.minimum(begin + span, most), C.BN):
+                for start in tl.range(begin, tl.minimum(begin + span, max_visible), C.BN):
                     position = start + tl.arange(0, C.BN)
-                    seen = position < most
-                    key, scale = load_index_keys(keys, scales, table, position, seen, strides, C)
+                    valid = position < max_visible
+                    key, scale = load_index_keys(keys, scales, table, position, valid, strides, C)
                     score = weigh(as_factor(key, dtype, C), query, w)
-                    tl.store(out + position, score * scale, mask=seen)
+                    tl.store(out + position, score * scale, mask=valid)
             else:
                 position = begin + tl.arange(0, C.BN)
-                seen = position < most
-                key, scale = load_index_keys(keys, scales, table, position, seen, strides, C)
+                valid = position < max_visible
+                key, scale = load_index_keys(keys, scales, table, position, valid, strides, C)
                 key = as_factor(key, dtype, C)
                 for r in tl.range(row, stop):
-                    at = tl.full((), 0, tl.int64) + r  # the interpreter counts in plain numbers
-                    token = first + at
+                    row64 = tl.full((), 0, tl.int64) + r  # the interpreter counts in plain numbers
+                    token = first + row64
                     visible = tl.minimum(length - (end - first - r) + 1, length)
                     query, w = load_queries(q, q_token, q_head, weights, weights_token, token, C)
                     score = weigh(key, query, w)
-                    seen = (position < visible) & (visible > TOPK)
-                    out = scores + at * row_stride
-                    tl.store(out + position, score * scale, mask=seen)
+                    valid = (position < visible) & (visible > TOPK)
+                    out = scores + row64 * row_stride
+                    tl.store(out + position, score * scale, mask=valid)
         row = stop

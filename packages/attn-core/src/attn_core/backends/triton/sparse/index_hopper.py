@@ -111,28 +111,28 @@ def score_rows(
         request, start, stop, end, length = next_rows(tokens, row, last, begin, TOPK)
         if start < stop:
             table = tokens.page_table + request.to(gl.int64) * tokens.table_stride
-            at = begin + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, B))
-            page = gl.load(table + at // PAGE, mask=at < length, other=0).to(gl.int64)
-            lies = page * keys.page_stride + (at % PAGE) * keys.token_stride
+            positions = begin + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, B))
+            page = gl.load(table + positions // PAGE, mask=positions < length, other=0).to(gl.int64)
+            offsets = page * keys.page_stride + (positions % PAGE) * keys.token_stride
             d = gl.arange(0, DIM, gl.SliceLayout(0, B))
-            tile = gl.load(keys.ptr + lies[:, None] + d[None, :])
+            tile = gl.load(keys.ptr + offsets[:, None] + d[None, :])
             page = gl.load(table + position // PAGE, mask=position < length, other=0).to(gl.int64)
             scale = gl.load(keys.scales + page * keys.scales_stride + position % PAGE)
             barrier()  # the last request's keys have been read
             k_tile.store(tile)
             barrier()
-            own = k_tile.load(K)
+            key_tile = k_tile.load(K)
             out = scores + start.to(gl.int64) * row_stride
             queries.wait_full(step)
             w = w_lines.index(queries.stage(step)).load(W)
             heads = queries.tile.index(queries.stage(step)).permute((1, 0))
-            products = gl.maximum(hopper.warpgroup_mma(own, heads, zeros, use_acc=False), 0.0)
+            products = gl.maximum(hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False), 0.0)
             queries.release(step)
             for r in range(start + 1, stop):
                 step += 1
                 queries.wait_full(step)
                 heads = queries.tile.index(queries.stage(step)).permute((1, 0))
-                coming = hopper.warpgroup_mma(own, heads, zeros, use_acc=False, is_async=True)
+                coming = hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False, is_async=True)
                 next_w = w_lines.index(queries.stage(step)).load(W)
                 store_scores(products, w, scale, out, position, r - 1, end, length)
                 # into registers of their own: the next products come while these are added up

@@ -29,10 +29,10 @@ def scorer(
 def scores(inputs: SparsePass, scores: Tensor, first: int, count: int) -> Scores:
     """Return the launch of some queries."""
     columns = -(-inputs.longest // SCORED_KEYS)
-    many = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
-    at_once = MANY_ROWS if many else ROWS
-    behind = (first, count, scores, scores.stride(0), at_once)
-    return Scores((-(-count // at_once), columns, 1), inputs.arguments.between((), behind))
+    tiled = -(-count // MANY_ROWS) * columns >= MANY_PROGRAMS
+    at_once = MANY_ROWS if tiled else ROWS
+    numbers = (first, count, scores, scores.stride(0), at_once)
+    return Scores((-(-count // at_once), columns, 1), inputs.arguments.between((), numbers))
 
 
 def score(launcher: Launcher, launch: Scores, q_index: Tensor, weights: Tensor) -> None:

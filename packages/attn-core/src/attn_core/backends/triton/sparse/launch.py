@@ -86,26 +86,26 @@ def index_topk(
     aligned = not (q_index.data_ptr() | weights.data_ptr()) % 16
     last = inputs.last.get(topk) if aligned else None
     key: Hashable
-    found: _Selection | None
+    selection: _Selection | None
     if last is not None and last[0](q_index, weights):
-        key, found = last[1]
+        key, selection = last[1]
     else:
         key = (
             "index_topk", topk, q_index.shape, q_index.stride(), alike(q_index), weights.stride(),
             alike(weights),
         )  # fmt: skip
-        found = inputs.kept.get(key)
-        if aligned and found is not None:
-            inputs.last[topk] = (same_form(q_index, weights), (key, found))
+        selection = inputs.kept.get(key)
+        if aligned and selection is not None:
+            inputs.last[topk] = (same_form(q_index, weights), (key, selection))
     chosen = new_tensor(q_index, (q_index.shape[0], topk), (topk, 1), torch.int32)
-    if found is not None and found.form >= 0:
-        scoring = cache.launchers.get(found.scored_by)
-        if scoring is None or moved(scoring.pointers) or scoring.form != found.form:
-            found = None
+    if selection is not None and selection.form >= 0:
+        scoring = cache.launchers.get(selection.scored_by)
+        if scoring is None or moved(scoring.pointers) or scoring.form != selection.form:
+            selection = None
             inputs.last.pop(topk, None)
-    if found is None:
-        found, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
-    for scores, selects in found.parts:
+    if selection is None:
+        selection, scoring = _selection(key, q_index, weights, cache, inputs, chosen, arch)
+    for scores, selects in selection.parts:
         if scores is not None and scoring is not None:
             scoring.run(scores, q_index, weights)
         for select in selects:
@@ -131,18 +131,18 @@ def _selection(
     rows = max(1, min(tokens, MOST_SCORES // columns))
     shape = (rows, columns) if longest > topk else (1, VECTOR)
     scores = torch.empty(shape, dtype=torch.float32, device=chosen.device)
-    how, scoring, parts = selecting(inputs.queries), None, []
+    selector, scoring, parts = selecting(inputs.queries), None, []
     scored_by = ("", 0)
     if longest > topk:
         scored_by, scoring = Scoring.of(q_index, weights, cache, inputs, scores, topk, arch)
     for first in range(0, tokens, rows):
         span = (first, min(rows, tokens - first))
         launch = scoring and scoring.scores(q_index, weights, inputs, scores, *span)
-        selects = steps(scores, *span, inputs, chosen, how, page_size=cache.page_size)
+        selects = steps(scores, *span, inputs, chosen, selector, page_size=cache.page_size)
         parts.append((launch, selects))
-    found = _Selection(scored_by, -1 if scoring is None else scoring.form, parts)
-    inputs.keep(key, found, scores.nbytes)
-    return found, scoring
+    selection = _Selection(scored_by, -1 if scoring is None else scoring.form, parts)
+    inputs.keep(key, selection, scores.nbytes)
+    return selection, scoring
 
 
 def score(
@@ -212,10 +212,10 @@ class Attention(NamedTuple):
         (tokens, heads, dim), v_dim = q.shape, layer.v_head_dim
         topk, row = topk_indices.shape[1], topk_indices.stride(0)
         block_m, block_n, _ = tile = _tile(heads, q.dtype, arch, fp8=cache.latent_dim > 0)
-        blocks, most = -(-heads // block_m), max(1, topk // FEWEST_KEYS)
+        blocks, max_parts = -(-heads // block_m), max(1, topk // FEWEST_KEYS)
         programs = max(1, tokens * blocks)
-        wanted = most if not processors else min(most, -(-2 * processors // programs))
-        keys = (topk + wanted - 1) // wanted
+        num_parts = max_parts if not processors else min(max_parts, -(-2 * processors // programs))
+        keys = (topk + num_parts - 1) // num_parts
         keys = -(-keys // block_n) * block_n
         parts = -(-topk // keys)
         partial, merge = None, None
@@ -250,16 +250,16 @@ class Attention(NamedTuple):
         """Attend to the selected slots, into out [T, H, Dv] and lse float32 [T, H]."""
         x: _Attending | None = cache.launchers.get(self.attending)
         if x is None or moved(x.pointers):
-            made = _attending(q, self.v_dim, cache, topk_indices.shape[1], self.arch, self.tile)
-            x = cache.launchers[self.attending] = made
-        to, states = self.partial or (out, lse)
-        tensors, numbers = (q, topk_indices, to, states), self.numbers
-        at_to, at_states = to.data_ptr(), states.data_ptr()
-        args = (q.data_ptr(), topk_indices.data_ptr(), at_to, at_states, *numbers)
+            x = _attending(q, self.v_dim, cache, topk_indices.shape[1], self.arch, self.tile)
+            cache.launchers[self.attending] = x
+        partial_out, states = self.partial or (out, lse)
+        tensors, numbers = (q, topk_indices, partial_out, states), self.numbers
+        out_ptr, lse_ptr = partial_out.data_ptr(), states.data_ptr()
+        args = (q.data_ptr(), topk_indices.data_ptr(), out_ptr, lse_ptr, *numbers)
         x.launcher.launch(self.grid, args, tensors, numbers)
         if self.merge is not None:
-            addresses = (at_to, at_states, out.data_ptr(), lse.data_ptr())
-            self.merge.run(addresses, lambda: (to, states, out, lse))
+            addresses = (out_ptr, lse_ptr, out.data_ptr(), lse.data_ptr())
+            self.merge.run(addresses, lambda: (partial_out, states, out, lse))
 
 
 def _attending(
@@ -294,5 +294,5 @@ def _tile(heads: int, dtype: torch.dtype, arch: str | None, *, fp8: bool) -> tup
     """Return heads and keys of a tile, and its warps."""
     if is_hopper(arch) and heads > 16 and dtype != torch.float32:  # fills its shared memory
         return 64, 64, 8
-    wide = fp8 or dtype == torch.float32  # FP8's values too are float32 before they are multiplied
-    return 16, 16 if wide else 32, 4
+    fp32_values = fp8 or dtype == torch.float32  # values of FP8 are multiplied in float32, too
+    return 16, 16 if fp32_values else 32, 4

@@ -47,7 +47,7 @@ class SparsePass:
         *,
         queries: int,
         launchers: dict[Any, Any] | None = None,
-        keeps: bool = True,
+        keep_launches: bool = True,
     ) -> None:
         table, stride = view.page_table, view.page_table.stride(0)
         tensors = (view.seq_lens, cu_seqlens_q, requests)
@@ -58,7 +58,7 @@ class SparsePass:
         self.launchers: dict[Any, Any] = {} if launchers is None else launchers
         self.kept: dict[Any, Any] = {}
         self.last: dict[Hashable, tuple[Fits, Any]] = {}
-        self.keeps = keeps
+        self.keeps = keep_launches
 
     def keep(self, key: Hashable, launches: Any, nbytes: int) -> None:
         """Keep what layers share, unless its scratch is large."""
@@ -102,6 +102,6 @@ def stored(cache: LayerCache) -> int:
     x: tuple[Pointers, int] | None = cache.launchers.get("stored")
     if x is None or moved(x[0]):
         k = cache.k
-        of = (k.shape, k.stride(), alike(k), cache.latent_dim)
-        x = cache.launchers["stored"] = (pointers(k), numbered(("stored", *of)))
+        form = (k.shape, k.stride(), alike(k), cache.latent_dim)
+        x = cache.launchers["stored"] = (pointers(k), numbered(("stored", *form)))
     return x[1]

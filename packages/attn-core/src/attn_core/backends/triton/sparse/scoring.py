@@ -94,16 +94,16 @@ class Scoring(NamedTuple):
         rows = next((n for n in TOKENS if n >= inputs.queries), TOKENS[-1])
         by_tma = rows == TOKENS[-1] and q_index.is_contiguous() and weights.is_contiguous()
         tiles = (inputs.queries > 1, rows, by_tma)
-        of = (
+        form = (
             inputs.key, tiles, topk, arch, q_index.shape[1:], q_index.stride(), alike(q_index),
             weights.stride(0), alike(weights), alike(scores),
         )  # fmt: skip
-        key = ("score", numbered(of))
-        kept: Scoring | None = cache.launchers.get(key)
-        if kept is None or moved(kept.pointers):
-            kept = cls._choose(q_index, weights, cache, topk, arch, *tiles)
-            cache.launchers[key] = kept
-        return key, kept
+        key = ("score", numbered(form))
+        scoring: Scoring | None = cache.launchers.get(key)
+        if scoring is None or moved(scoring.pointers):
+            scoring = cls._choose(q_index, weights, cache, topk, arch, *tiles)
+            cache.launchers[key] = scoring
+        return key, scoring
 
     def scores(
         self,

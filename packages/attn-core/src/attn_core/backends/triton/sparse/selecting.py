@@ -67,9 +67,9 @@ class Step(NamedTuple):
 
     def run(self, chosen: Tensor) -> None:
         """Launch it; chosen: int32 [T, K]."""
-        into = chosen if self.into is None else self.into
-        args = (into.data_ptr(), *self.arguments.addresses)
-        self.launcher.launch(self.grid, args, (into,), self.arguments.values)
+        out = chosen if self.into is None else self.into
+        args = (out.data_ptr(), *self.arguments.addresses)
+        self.launcher.launch(self.grid, args, (out,), self.arguments.values)
 
 
 def select(
@@ -78,7 +78,7 @@ def select(
     count: int,
     inputs: SparsePass,
     chosen: Tensor,
-    how: Selecting,
+    selector: Selecting,
     *,
     page_size: int,
 ) -> None:
@@ -87,7 +87,7 @@ def select(
     scores: float32 [count, L], of the queries from `first` on; column t is the key at position t.
     What a query does not see does not count.
     """
-    for step in steps(scores, first, count, inputs, chosen, how, page_size=page_size):
+    for step in steps(scores, first, count, inputs, chosen, selector, page_size=page_size):
         step.run(chosen)
 
 
@@ -97,7 +97,7 @@ def steps(
     count: int,
     inputs: SparsePass,
     chosen: Tensor,
-    how: Selecting,
+    selector: Selecting,
     *,
     page_size: int,
 ) -> list[Step]:
@@ -107,32 +107,39 @@ def steps(
     are among.
     """
     topk, columns, narrowed = chosen.shape[1], inputs.longest, 0
-    constants = how.constants
+    constants = selector.constants
     constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
     span = max(ROW, -(-columns // max(1, ROW // topk)))  # what is kept is a row in turn
     span = -(-span // 32) * 32
     programs = min(max(1, count * -(-columns // span)), SELECT_PROGRAMS)
     shape = (programs, constants.ROOM + constants.SEGMENT // 32 + 1)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    positions, found = scratch, []
+    positions, result = scratch, []
     while True:
         pieces = max(1, -(-columns // span))
-        kept, into = scores, None
+        kept_scores, kept_positions = scores, None
         if pieces > 1:
-            kept = scores.new_empty(count, pieces * topk)
-            into = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
-        to = chosen if into is None else into
+            kept_scores = scores.new_empty(count, pieces * topk)
+            kept_positions = torch.empty(
+                kept_scores.shape, dtype=torch.int32, device=kept_scores.device
+            )
+        out = chosen if kept_positions is None else kept_positions
         numbers = (first, count, pieces, span, narrowed)
         launcher = _launcher(
-            (scores, positions, scratch, kept, to), inputs, topk, page_size, how, constants
+            (scores, positions, scratch, kept_scores, out),
+            inputs,
+            topk,
+            page_size,
+            selector,
+            constants,
         )
-        behind = (*numbers, scratch, kept, kept.stride(0))
-        arguments = inputs.arguments.between((scores, positions, scores.stride(0)), behind)
+        numbers_after = (*numbers, scratch, kept_scores, kept_scores.stride(0))
+        arguments = inputs.arguments.between((scores, positions, scores.stride(0)), numbers_after)
         grid = (max(1, min(count * pieces, SELECT_PROGRAMS)), 1, 1)
-        found.append(Step(launcher, grid, arguments, into))
-        if into is None:
-            return found
-        scores, positions, narrowed, columns = kept, into, span, pieces * topk
+        result.append(Step(launcher, grid, arguments, kept_positions))
+        if kept_positions is None:
+            return result
+        scores, positions, narrowed, columns = kept_scores, kept_positions, span, pieces * topk
         span = -(-max(span, columns) // 32) * 32
 
 
@@ -141,18 +148,18 @@ def _launcher(
     inputs: SparsePass,
     topk: int,
     page_size: int,
-    how: Selecting,
+    selector: Selecting,
     constants: SelectConstants,
 ) -> Launcher:
     """Return select_topk for tensors that are alike. tensors: the scores are the first one."""
     scores, row = tensors[0], tensors[0].stride(0)
     vector = VECTOR if row % VECTOR == 0 and scores.data_ptr() % (4 * VECTOR) == 0 else 1
     key = (
-        "select", inputs.key, how, constants, topk, page_size, vector, row >> 31,
+        "select", inputs.key, selector, constants, topk, page_size, vector, row >> 31,
         *map(alike, tensors),
     )  # fmt: skip
     launcher: Launcher | None = inputs.launchers.get(key)
     if launcher is None:
         last = (topk, page_size, constants, vector)
-        launcher = inputs.launchers[key] = Launcher(select_topk, *last, **how.options)
+        launcher = inputs.launchers[key] = Launcher(select_topk, *last, **selector.options)
     return launcher

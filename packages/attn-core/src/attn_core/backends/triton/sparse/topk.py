@@ -28,15 +28,15 @@ def to_score(rank):
 
 
 @triton.jit
-def normal_guess(scores, n, wanted):
-    """Return the score that `wanted` of n normal numbers reach, and how far ranks are apart there.
+def normal_guess(scores, n, count):
+    """Return the score that `count` of n normal numbers reach, and how far ranks are apart there.
 
     scores: 0 where there is none.
     Source: formula 26.2.22 of Abramowitz and Stegun, and the normal density.
     """
     mean = tl.sum(scores) / n
     deviation = tl.sqrt(tl.maximum(tl.sum(scores * scores) / n - mean * mean, 0.0))
-    part = wanted / n
+    part = count / n
     t = tl.sqrt(-2.0 * tl.log(tl.minimum(part, 1.0 - part)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
     density = 0.3989 * tl.exp(-0.5 * z * z)
@@ -45,8 +45,8 @@ def normal_guess(scores, n, wanted):
 
 
 @triton.jit
-def find_border(ranks, guess, step, least, most, BLOCK: tl.constexpr):
-    """Return a rank that `least` to `most` of BLOCK ranks reach.
+def find_border(ranks, guess, step, min_count, max_count, BLOCK: tl.constexpr):
+    """Return a rank that `min_count` to `max_count` of BLOCK ranks reach.
 
     Where there is none, it is the rank that more of them reach and fewer exceed; 0 where fewer are
     above 0. guess: a score near it, and `step` how far scores are apart there; any will do. It
@@ -56,25 +56,25 @@ def find_border(ranks, guess, step, least, most, BLOCK: tl.constexpr):
     high = tl.full((), 0xFFFFFFFF, tl.uint32)
     reach_low = tl.full((), BLOCK + 1, tl.int32)
     reach_high = tl.full((), 0, tl.int32)
-    middle = (least + most) * 0.5
+    middle = (min_count + max_count) * 0.5
     trial = rank_bits(guess)
     tries = tl.full((), 0, tl.int32)
-    while (reach_low > most) & (high - low > 1):
-        between = (trial > low) & (trial < high) & (tries < GUESSES)
-        trial = tl.where(between, trial, low + (high - low) // 2)
+    while (reach_low > max_count) & (high - low > 1):
+        in_range = (trial > low) & (trial < high) & (tries < GUESSES)
+        trial = tl.where(in_range, trial, low + (high - low) // 2)
         count = tl.sum((ranks >= trial).to(tl.int32))
-        enough = count >= least
-        low = tl.where(enough, trial, low)
-        high = tl.where(enough, high, trial)
-        reach_low = tl.where(enough, count, reach_low)
-        reach_high = tl.where(enough, reach_high, count)
+        reached = count >= min_count
+        low = tl.where(reached, trial, low)
+        high = tl.where(reached, high, trial)
+        reach_low = tl.where(reached, count, reach_low)
+        reach_high = tl.where(reached, reach_high, count)
         # first a step beyond, as the normal numbers lie; then where the line between the two says
-        beyond = to_score(trial) + step * 1.25 * (count.to(tl.float32) - middle)
+        normal_trial = to_score(trial) + step * 1.25 * (count.to(tl.float32) - middle)
         share = reach_low.to(tl.float32) - middle + 0.5
         share = share / (reach_low - reach_high).to(tl.float32)
-        line = to_score(low) + (to_score(high) - to_score(low)) * share
-        both = (low > 0) & (high < 0xFFFFFFFF)
-        trial = rank_bits(tl.where(both, line, beyond))
+        linear_trial = to_score(low) + (to_score(high) - to_score(low)) * share
+        bracketed = (low > 0) & (high < 0xFFFFFFFF)
+        trial = rank_bits(tl.where(bracketed, linear_trial, normal_trial))
         tries += 1
     return low
 
@@ -86,17 +86,17 @@ def guess_limit(scores, length, TOPK: tl.constexpr, SAMPLE: tl.constexpr):
     The margin is four deviations of what such a sample counts of independent scores.
     """
     group, inner = tl.arange(0, SAMPLE // GROUP), tl.arange(0, GROUP)
-    apart = tl.maximum(length // (SAMPLE // GROUP) // GROUP, 1) * GROUP
-    inside = (group * apart + GROUP <= length)[:, None] & (inner < GROUP)[None, :]
-    column = (group * apart)[:, None] + inner[None, :]
-    score = tl.load(scores + column, mask=inside, other=0.0)
+    distance = tl.maximum(length // (SAMPLE // GROUP) // GROUP, 1) * GROUP
+    mask = (group * distance + GROUP <= length)[:, None] & (inner < GROUP)[None, :]
+    column = (group * distance)[:, None] + inner[None, :]
+    score = tl.load(scores + column, mask=mask, other=0.0)
     size = tl.minimum(SAMPLE, length).to(tl.float32)
     expected = TOPK * (size / length.to(tl.float32))
-    least = (expected + 4.0 * tl.sqrt(expected)).to(tl.int32) + 1
-    most = least + least // 4
-    guess, step = normal_guess(score, size, least * 1.1)
-    ranks = tl.where(inside, rank_bits(score), 0)
-    limit = find_border(ranks, guess, step, least, most, SAMPLE)
+    min_count = (expected + 4.0 * tl.sqrt(expected)).to(tl.int32) + 1
+    max_count = min_count + min_count // 4
+    guess, step = normal_guess(score, size, min_count * 1.1)
+    ranks = tl.where(mask, rank_bits(score), 0)
+    limit = find_border(ranks, guess, step, min_count, max_count, SAMPLE)
     return tl.maximum(limit, 1) - 1
 
 
@@ -112,12 +112,12 @@ def mark_above(
     word, inner = tl.arange(0, AT_ONCE // 32), tl.arange(0, 32)
     bit = tl.full((32,), 1, tl.uint32) << inner.to(tl.uint32)
     bound = (stop + VECTOR - 1) // VECTOR * VECTOR
-    for at in range(0, tl.minimum(SEGMENT, stop - start), AT_ONCE):
-        column = start // 32 * 32 + at + word[:, None] * 32 + inner[None, :]
+    for offset in range(0, tl.minimum(SEGMENT, stop - start), AT_ONCE):
+        column = start // 32 * 32 + offset + word[:, None] * 32 + inner[None, :]
         score = tl.load(scores + column, mask=column < bound, other=0.0)
         # not at most: all where the limit is NaN, and NaN always
         marked = tl.where((score <= limit) == 0, bit[None, :], 0)
-        tl.store(marks + at // 32 + word, tl.sum(marked, 1).to(tl.int32, bitcast=True))
+        tl.store(marks + offset // 32 + word, tl.sum(marked, 1).to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -144,20 +144,20 @@ def append_marked(
     Return how many there are then, and the first column of those 32.
     """
     word = tl.arange(0, SEGMENT // 32)
-    there = tl.minimum(tl.maximum(stop - start - word * 32, 0), 32)
+    num_columns = tl.minimum(tl.maximum(stop - start - word * 32, 0), 32)
     bits = tl.load(marks + word).to(tl.uint32, bitcast=True)
-    bits &= tl.where(there == 32, -1, (1 << there) - 1).to(tl.uint32, bitcast=True)
+    bits &= tl.where(num_columns == 32, -1, (1 << num_columns) - 1).to(tl.uint32, bitcast=True)
     count = ones(bits)
-    before = kept + tl.cumsum(count) - count
-    fits = before + count <= ROOM
+    place = kept + tl.cumsum(count) - count
+    fits = place + count <= ROOM
     bits = tl.where(fits, bits, 0)
     count = tl.where(fits, count, 0)
-    to = candidates + before
+    out_ptrs = candidates + place
     for _ in range(tl.max(count)):
         column = start + word * 32 + ones((bits & (0 - bits)) - 1)
-        tl.store(to, column, mask=bits != 0)
+        tl.store(out_ptrs, column, mask=bits != 0)
         bits &= bits - 1
-        to += 1
+        out_ptrs += 1
     return kept + tl.sum(count), start + 32 * tl.sum(fits.to(tl.int32))
 
 
@@ -165,23 +165,23 @@ def append_marked(
 def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constexpr):
     """Let the TOPK greatest of `kept` candidates stay, in their order; return the least's rank."""
     entry = tl.arange(0, ROOM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    here = entry < kept
-    column = tl.load(candidates + entry, mask=here, other=0)
-    score = tl.load(scores + column, mask=here, other=0.0)
-    ranks = tl.where(here, rank_bits(score), 0)
+    valid = entry < kept
+    column = tl.load(candidates + entry, mask=valid, other=0)
+    score = tl.load(scores + column, mask=valid, other=0.0)
+    ranks = tl.where(valid, rank_bits(score), 0)
     guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
-    border = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
-    above = (ranks > border).to(tl.int32)
-    equal = (ranks == tl.maximum(border, 1)).to(tl.int32)  # 0 is no score
-    both = counted_before((above << 16) + equal)  # two counts in one scan
+    threshold = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
+    above = (ranks > threshold).to(tl.int32)
+    equal = (ranks == tl.maximum(threshold, 1)).to(tl.int32)  # 0 is no score
+    counts = counted_before((above << 16) + equal)  # two counts in one scan
     remaining = TOPK - tl.sum(above)
-    earlier = both & 0xFFFF
+    earlier = counts & 0xFFFF
     take = (above > 0) | ((equal > 0) & (earlier < remaining))
-    place = (both >> 16) + tl.minimum(earlier, remaining)
-    column = tl.load(candidates + entry, mask=here, other=0)  # again, it spares registers
+    place = (counts >> 16) + tl.minimum(earlier, remaining)
+    column = tl.load(candidates + entry, mask=valid, other=0)  # again, it spares registers
     tl.debug_barrier()  # what other threads read is overwritten
     tl.store(candidates + place, column, mask=take)
-    return border
+    return threshold
 
 
 @triton.jit(
@@ -228,55 +228,62 @@ def select_topk(
         if narrowed > 0:
             filled = visible // narrowed * TOPK + tl.minimum(visible % narrowed, TOPK)
         at_row = row.to(tl.int64) * (row_stride // VECTOR * VECTOR)
-        begin = piece * (span // 32 * 32)
-        stop = tl.minimum(begin + span, filled)
-        to = row.to(tl.int64) * kept_stride + piece * TOPK
+        piece_start = piece * (span // 32 * 32)
+        stop = tl.minimum(piece_start + span, filled)
+        out_offset = row.to(tl.int64) * kept_stride + piece * TOPK
         if last:
-            to = token * TOPK
-        taken = tl.full((), 0, tl.int32)
+            out_offset = token * TOPK
+        num_taken = tl.full((), 0, tl.int32)
         if visible > TOPK:
-            own = scores + at_row
+            row_scores = scores + at_row
             limit = tl.full((), 0, tl.uint32)
-            if stop - begin > C.ROOM:
-                limit = guess_limit(own + begin, stop - begin, TOPK, C.SAMPLE)
-            start, kept, going = begin, taken, begin < stop
-            while going:
-                room = kept <= C.ROOM
-                while (start < stop) & room:
+            if stop - piece_start > C.ROOM:
+                limit = guess_limit(row_scores + piece_start, stop - piece_start, TOPK, C.SAMPLE)
+            start, kept, more = piece_start, num_taken, piece_start < stop
+            while more:
+                has_capacity = kept <= C.ROOM
+                while (start < stop) & has_capacity:
                     mark_above(
-                        own, start, stop, to_score(limit), marks, C.SEGMENT, C.AT_ONCE, VECTOR
+                        row_scores,
+                        start,
+                        stop,
+                        to_score(limit),
+                        marks,
+                        C.SEGMENT,
+                        C.AT_ONCE,
+                        VECTOR,
                     )
                     tl.debug_barrier()  # what other threads marked is read
-                    before = start
+                    previous = start
                     kept, start = append_marked(
                         marks, start, stop, candidates, kept, C.SEGMENT, C.ROOM
                     )
-                    room = start - before == C.SEGMENT
-                going = start < stop
-                if (going == 0) & (kept < TOPK) & (limit > 0):
-                    start, kept, limit = begin, kept * 0, limit * 0
-                    going = begin < stop
+                    has_capacity = start - previous == C.SEGMENT
+                more = start < stop
+                if (more == 0) & (kept < TOPK) & (limit > 0):
+                    start, kept, limit = piece_start, kept * 0, limit * 0
+                    more = piece_start < stop
                 else:
                     tl.debug_barrier()  # what other threads appended is read
-                    limit = keep_greatest(own, candidates, kept, TOPK, C.ROOM)
+                    limit = keep_greatest(row_scores, candidates, kept, TOPK, C.ROOM)
                     kept = tl.minimum(kept, TOPK)
-            taken = kept
+            num_taken = kept
             tl.debug_barrier()  # what other threads kept is read
         elif last:
-            taken = visible
-        for at in range(0, TOPK, C.ROOM // 4):
-            n = at + output
-            there = n < taken
+            num_taken = visible
+        for offset in range(0, TOPK, C.ROOM // 4):
+            n = offset + output
+            valid = n < num_taken
             position = n
             if visible > TOPK:
-                position = tl.load(candidates + n, mask=there, other=0)
+                position = tl.load(candidates + n, mask=valid, other=0)
                 if narrowed > 0:
-                    position = tl.load(positions + at_row + position, mask=there, other=0)
+                    position = tl.load(positions + at_row + position, mask=valid, other=0)
             if last:
-                page = tl.load(table + position // PAGE, mask=there, other=0)
+                page = tl.load(table + position // PAGE, mask=valid, other=0)
                 position = page * PAGE + position % PAGE
             else:
-                score = tl.load(scores + at_row + position, mask=there, other=0.0)
-                tl.store(kept_scores + to + n, score, mask=there)
-            tl.store(chosen + to + n, tl.where(there, position, -1), mask=n < TOPK)
+                score = tl.load(scores + at_row + position, mask=valid, other=0.0)
+                tl.store(kept_scores + out_offset + n, score, mask=valid)
+            tl.store(chosen + out_offset + n, tl.where(valid, position, -1), mask=n < TOPK)
         tl.debug_barrier()  # the next row's candidates overwrite these
