@@ -5,9 +5,11 @@ What its functions assert, and what they pass on to a kernel, is the wheel's own
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -146,6 +148,21 @@ def test_extend(wheel: list[str], layer: LinearLayer, longest: int) -> None:
         close(states[slot], after[-1] if n else before[slot].double(), BF16)
     short = "delta_rule_prefill_dsl_sm90"
     assert wheel == [short if longest < 2048 else "cp_delta_rule_dsl_sm90"]
+
+
+def test_verification_of_chains_returns_no_updates(wheel: list[str]) -> None:
+    """Why no row verifies. A version that takes or returns more is one to look at again."""
+    decode = importlib.import_module("flashinfer.gdn_decode")
+    function = inspect.signature(decode.gated_delta_rule_mtp)
+    assert list(function.parameters) == [
+        *("q", "k", "v", "initial_state", "initial_state_indices", "A_log", "a", "dt_bias", "b"),
+        *("scale", "output", "intermediate_states_buffer", "ssm_state_indices"),
+        *("disable_state_update", "use_qk_l2norm", "output_state_indices"),
+    ]
+    result = ast.parse(inspect.getsource(decode.gated_delta_rule_mtp)).body[0].body[-1]
+    assert ast.unparse(result) == "return (output, initial_state)"
+    for name in ("gated_delta_rule_decode_pretranspose", "gated_delta_rule_decode"):
+        assert "accepted_steps" not in inspect.signature(getattr(decode, name)).parameters
 
 
 def test_what_the_library_does_not_take_is_found(

@@ -15,6 +15,7 @@ from attn_core import (
     NoBackendError,
     Overrides,
     Requirements,
+    Speculation,
     UnsupportedError,
     create_backend,
     load_plugins,
@@ -56,6 +57,25 @@ def test_both_names_are_of_the_class():
         "cutedsl",
     )
     assert roles["linear_decode"].row == chosen["linear_decode"].row
+
+
+def test_drafts_are_left_to_triton_and_the_selection_says_why():
+    needs = Requirements(
+        dtype="bf16",
+        layers=(LayerRequirements(), NORMED.requirements),
+        speculation=Speculation(topk=1),
+    )
+    device, why = parse_device("cuda:sm90"), {}
+    for name in ("flashinfer", None):
+        flags = Overrides(linear_attn_backend=name)
+        chosen = select(needs, device, REGISTRY, LIBRARIES, flags, simulated=True)
+        assert chosen.backend("linear_verify") == "triton"
+        why[name] = chosen.roles["linear_verify"].reason
+        assert ("gated_delta_rule_mtp returns no updates" in chosen.explain()) is (name is not None)
+    assert why == {
+        "flashinfer": "flashinfer does not verify topk 1; highest priority of those that do (10)",
+        None: "the backend of linear decode",
+    }
 
 
 def test_it_is_chosen_by_name_alone():
@@ -120,7 +140,7 @@ def test_what_the_rows_do_not_have_is_refused():
     drafts = make_batch(M.TARGET_VERIFY, [2], (2,), spec=speculation(2))
     with pytest.raises(UnsupportedError, match="no backend for linear_verify"):
         LinearRoutes(routes, make_pool(NORMED)).plan(drafts)
-    with pytest.raises(UnsupportedError, match="flashinfer does not verify drafts"):
+    with pytest.raises(UnsupportedError, match=r"does not verify drafts: .*; create triton"):
         prefill.init_forward_metadata(drafts)
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from attn_core import Capabilities, Phase
 
 from attn_nvidia.rows_mha import BLACKWELL, FLASHINFER, HALF, HOPPER
+
+NO_DRAFTS: Final = (
+    "drafts in linear layers are verified by another backend, as gated_delta_rule_mtp returns no "
+    "updates for a commit"
+)
 
 
 def flashinfer() -> Sequence[Capabilities]:
     """Return FlashInfer's rows for GDN layers, by name: prefill and decode.
 
     Its prefill for Blackwell waits without end on ragged tails and empty sequences (flashinfer
-    3536 and 3565). Its gated_delta_rule_mtp verifies chains into one whole state per draft; a pool
-    keeps records, of updates that it does not return.
+    3536 and 3565). No row verifies: docs/explanation/linear-attention.md says what
+    gated_delta_rule_mtp lacks for it.
     """
     row = Capabilities(
         kind="gdn",
@@ -30,6 +36,7 @@ def flashinfer() -> Sequence[Capabilities]:
         needs_host_lengths=True,
         requires_finite_padding=True,  # a tile of the next request's tokens has the weight 0
         separate_write_slots=True,
+        note=NO_DRAFTS,
     )
     return [row, *cutedsl()]
 
@@ -56,5 +63,6 @@ def cutedsl() -> Sequence[Capabilities]:
             deterministic=True,  # one kernel for every batch
             cuda_graph="decode",
             separate_write_slots=True,
+            note=NO_DRAFTS,
         )
     ]

@@ -275,11 +275,11 @@ def _solve_linear(s: RowJudge, base: Selection) -> Selection:
         role_of("linear", v.phase): _choice(v, s.reason(v, "linear")) for v in best.values()
     }
     if verifier is not None:
-        roles["linear_verify"] = Choice(verifier.spec.name, verifier.row, "")
+        roles["linear_verify"] = verifier
     return replace(base, roles={**base.roles, **roles})
 
 
-def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) -> Verdict:
+def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) -> Choice:
     """Choose who verifies drafts in linear layers: the decode kernels where they can.
 
     A model's own layers cannot: nobody takes their state back to the accepted draft.
@@ -292,5 +292,9 @@ def _linear_verifier(s: RowJudge, base: Selection, best: Mapping[str, Verdict]) 
             "own linear layers cannot be taken back to the accepted draft; run without speculation",
             base,
         )
-    chosen = best["decode"].spec.name
-    return min(able, key=lambda v: (v.spec.name != chosen, s.rank(v), v.spec.name))
+    decode = best["decode"].spec.name
+    chosen = min(able, key=lambda v: (v.spec.name != decode, s.rank(v), v.spec.name))
+    name, row = chosen.spec.name, chosen.row
+    why = f"{decode} does not verify topk {topk}; highest priority of those that do"
+    why = "the backend of linear decode" if name == decode else f"{why} ({row.priority})"
+    return Choice(name, row, why)

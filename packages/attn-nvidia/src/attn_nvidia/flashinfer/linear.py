@@ -92,8 +92,8 @@ class Weights(NamedTuple):
 class FlashInferLinear(LinearAttentionBackend):
     """One kernel a layer in decode; in an extend its states are gathered, and then written back.
 
-    Drafts are not verified: the library leaves one whole state per draft, and the records of this
-    contract would take another read of every state, which is what a verify costs.
+    Drafts are not verified: gated_delta_rule_mtp leaves no updates, of which a commit is made. They
+    would take another read of every state, which is what a verify costs.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -129,7 +129,10 @@ class FlashInferLinear(LinearAttentionBackend):
         if batch.forward_mode is ForwardMode.DECODE:
             return requests.for_decode()
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
-            raise UnsupportedError(f"{self.config.name} does not verify drafts")
+            raise UnsupportedError(
+                f"{self.config.name} does not verify drafts: FlashInfer's gated_delta_rule_mtp "
+                "returns no updates for a commit; create triton for linear_verify, as select() does"
+            )
         lens = batch.query_lens_host
         if lens is None:
             lens = tuple(batch.cu_seqlens_q.diff().tolist())
