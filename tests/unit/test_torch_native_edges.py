@@ -15,6 +15,9 @@ from attn_core import (
     LayerCache,
     SpecInfo,
     load_plugins,
+    pad_page_table,
+    slot_table,
+    write_kv,
 )
 from attn_core.testing.harness import Bench
 
@@ -172,3 +175,44 @@ def test_ragged_requests_that_are_no_ranges_are_refused(starts, keys):
     cu = int32(*starts)
     with pytest.raises(BatchError, match=r"cu_seqlens_q .* .expected to rise from 0 to at most 6"):
         dispatcher.forward_ragged(q, k, k, layer, cu, cu, 7, 7, causal=False)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(33, 33), (65, 17)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_deterministic_bits_depend_on_no_address(dim, v_dim, page_size):
+    """Heads of odd dims begin between lines of memory, elsewhere in each batch and page."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=2, num_kv_heads=1, head_dim=dim, v_head_dim=v_dim, scale=0.2
+    )
+    row = next(x for x in SPEC.capabilities if x.kind == "mha" and x.device == "cpu")
+    bench = Bench(spec=SPEC, row=row, torch_device=torch.device("cpu"), deterministic=True)
+    backend = bench.create((layer,), dtype="fp32", page_size=page_size)
+    lengths, news = (130, 2, 17, 5), (1, 2, 9, 1)
+    pages = [-(-n // page_size) for n in lengths]
+    pool = KVPool([layer], num_pages=2 * sum(pages) + 1, page_size=page_size, kv_cache_dtype="fp32")
+    cache = pool.layer(0)
+    torch.manual_seed(0)
+    here = pad_page_table((torch.randperm(sum(pages)) + 1).split(pages))
+    there = pad_page_table((torch.arange(sum(pages)) + sum(pages) + 1).split(pages))
+    for i, n in enumerate(lengths):
+        k, v = torch.randn(n, 1, dim), torch.randn(n, 1, v_dim)
+        for table in (here, there):
+            write_kv(cache, k, v, slot_table(table[i : i + 1], page_size, n)[0])
+    q = torch.randn(sum(news), 2, dim)
+
+    def run(table, requests, queries):
+        batch = ForwardBatch.build(
+            ForwardMode.EXTEND,
+            query_lens=[news[i] for i in requests],
+            seq_lens=[lengths[i] for i in requests],
+            page_table=table[list(requests)],
+            page_size=page_size,
+        )
+        plan = backend.init_forward_metadata(batch)
+        tensors = (queries, None, None, layer, cache, batch, plan)
+        return torch.cat([x.flatten(1) for x in backend.forward(*tensors, return_lse=True)], 1)
+
+    together = run(here, range(4), q).split(news)
+    for i, (own, want) in enumerate(zip(q.split(news), together, strict=True)):
+        assert torch.equal(run(here, [i], own.clone()), want)
+        assert torch.equal(run(there, [i], own.clone()), want)

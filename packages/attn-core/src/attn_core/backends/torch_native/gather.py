@@ -14,6 +14,18 @@ from attn_core.ops.quant import from_fp4, from_fp8
 Buffers = dict[str, Tensor]  # outlive a call: fresh memory costs a CPU more than the copy into it
 
 
+_LINE = 64  # bytes at whose multiples torch's memory on a CPU begins
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of the same strides where it begins between two lines of memory.
+
+    A CPU's products take the first numbers apart until the rest is aligned, so that the last bits
+    of their sums depend on the address.
+    """
+    return x.clone() if x.is_cpu and x.data_ptr() % _LINE else x
+
+
 class KeyValues:
     """The keys and values of one layer, read tile by tile, unscaled, in `dtype`.
 
