@@ -8,6 +8,7 @@ import torch
 from attn_core import (
     AttentionLayer,
     BatchError,
+    CacheView,
     ForwardBatch,
     ForwardMode,
     HybridDispatcher,
@@ -216,3 +217,59 @@ def test_deterministic_bits_depend_on_no_address(dim, v_dim, page_size):
     for i, (own, want) in enumerate(zip(q.split(news), together, strict=True)):
         assert torch.equal(run(here, [i], own.clone()), want)
         assert torch.equal(run(there, [i], own.clone()), want)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pages", [(8, 9), (7, 8), (-1, 0), (3, 30)])
+def test_pages_that_the_pool_has_not(pages, layout):
+    """Adjacent ones are a slice, which leaves them out: torch's kernel then ended the process."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32", layout=layout)
+    backend = create(layer, page_size=4)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1], seq_lens=[7], page_table=int32(*pages)[None],
+        page_size=4, writes=False,
+    )  # fmt: skip
+    plan = backend.init_forward_metadata(batch)
+    tensors = (torch.randn(1, 4, 32), None, None, layer, pool.layer(0), batch, plan)
+    with pytest.raises(BatchError, match=r"lists page -?\d+ of a pool of 8 pages"):
+        backend.forward(*tensors)
+
+
+@pytest.mark.parametrize("host", [(11,), None])
+def test_more_tokens_than_columns(host):
+    """Not by CacheView.build, which refuses it: by hand; the keys beyond were left out."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32")
+    backend = create(layer, page_size=4)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+
+    def view(columns, most):
+        return CacheView(
+            page_table=torch.ones(1, columns, dtype=torch.int32), seq_lens=int32(11),
+            out_cache_loc=None, max_seq_len=most, seq_lens_host=host,
+        )  # fmt: skip
+
+    def batch(of):
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE, cu_seqlens_q=int32(0, 1),
+            positions=torch.tensor([10]), max_q_len=1, views={"full": of},
+        )  # fmt: skip
+
+    dispatcher.init_forward_metadata(batch(view(3, 99)))  # an upper bound may be higher
+    with pytest.raises(BatchError, match="a request of 11 tokens, and a page table of 2 columns"):
+        dispatcher.init_forward_metadata(batch(view(2, 11)))
+
+
+def test_out_takes_floats():
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32")
+    backend = create(layer, page_size=4)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1], seq_lens=[1], page_table=int32(1)[None], page_size=4
+    )
+    plan = dispatcher.init_forward_metadata(batch)
+    q, k = torch.randn(1, 4, 32), torch.randn(1, 2, 32)
+    with pytest.raises(BatchError, match=r"layer 0: out is torch\.int32"):
+        dispatcher.forward(q, k, k, layer, batch, plan, out=torch.empty(1, 4, 32).int())
