@@ -9,7 +9,7 @@ from attn_core.backends.flex_attention import backend as module
 from attn_core.backends.flex_attention import kernel as kernels
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool
-from attn_core.errors import BackendError, UnsupportedError
+from attn_core.errors import BackendError, BatchError, UnsupportedError
 from attn_core.ops.kv import read_kv, write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig, create_backend
@@ -301,3 +301,41 @@ def test_without_torch_compile_creation_is_refused(nothing_compiled, monkeypatch
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(UnsupportedError, match="TORCHDYNAMO_DISABLE"):
         create((FULL,))
+
+
+@pytest.mark.parametrize("pages", [(5, 6), (-1, 0), (2, 30)])
+def test_pages_that_the_pool_has_not_are_refused(pages):
+    """The compiled kernel would read what lies behind the pool."""
+    pool = KVPool([FULL], num_pages=6, page_size=PAGE, kv_cache_dtype="fp32")
+    backend = create((FULL,))
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1], seq_lens=[20],
+        page_table=torch.tensor([pages], dtype=torch.int32), page_size=PAGE, writes=False,
+    )  # fmt: skip
+    plan = backend.init_forward_metadata(batch)
+    q = torch.randn(1, HEADS, DIM)
+    with pytest.raises(BatchError, match="of a pool of 6 blocks of keys"):
+        backend.forward(q, None, None, FULL, pool.layer(0), batch, plan)
+
+
+def test_tokens_behind_the_last_request_are_padding():
+    pool = KVPool([FULL], num_pages=6, page_size=PAGE, kv_cache_dtype="fp32")
+    backend = create((FULL,))
+    view = CacheView(
+        page_table=torch.tensor([[1]], dtype=torch.int32),
+        seq_lens=torch.tensor([4], dtype=torch.int32),
+        out_cache_loc=None,
+        max_seq_len=4,
+    )
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND, cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32),
+        positions=torch.zeros(5, dtype=torch.int64), max_q_len=5, views={"full": view},
+    )  # fmt: skip
+    k = torch.randn(4, KV_HEADS, DIM)
+    write_kv(pool.layer(0), k, k, torch.arange(PAGE, PAGE + 4))
+    plan, q = backend.init_forward_metadata(batch), torch.randn(5, HEADS, DIM)
+    got = backend.forward(q, None, None, FULL, pool.layer(0), batch, plan)
+    k = k.repeat_interleave(HEADS // KV_HEADS, 1)
+    scores = torch.einsum("qhd,khd->hqk", q[:2], k) * FULL.scale
+    scores[:, 0, 3] = -torch.inf
+    torch.testing.assert_close(got[:2], torch.einsum("hqk,khd->qhd", scores.softmax(-1), k))

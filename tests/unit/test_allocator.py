@@ -168,8 +168,8 @@ def test_a_page_that_is_still_filled_is_not_shared():
     assert len(a.pages("a")) == 4  # pages stay
 
 
-@pytest.mark.parametrize("tokens", [-1, -16])
-def test_negative_lengths_are_refused(tokens):
+@pytest.mark.parametrize("tokens", [-1, -16, 2.5])
+def test_lengths_that_are_none_are_refused(tokens):
     a = PageAllocator(20, 16)
     a.grow("a", 64)
     for ask in (lambda: a.share("b", "a", tokens), lambda: a.grow("b", tokens)):
@@ -280,3 +280,9 @@ def test_a_write_into_a_page_that_was_given_back_is_refused(position, shorter):
     ):
         allocator.grow("a", 25)
     assert allocator.pages("a") == before
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 16), (4, 0), (4.5, 16), (4, "16")])
+def test_sizes_that_are_none_are_refused(num_pages, page_size):
+    with pytest.raises(UsageError, match="expected integers of 1 or more"):
+        PageAllocator(num_pages, page_size)

@@ -491,3 +491,8 @@ def test_starts_that_cut_other_requests_are_refused_on_a_cpu(starts, message):
         dataclasses.replace(good, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
     padded = torch.tensor([0, 1, 3], dtype=torch.int32)  # a token behind the last request
     dataclasses.replace(good, cu_seqlens_q=padded, query_lens_host=None)
+
+
+def test_a_mode_by_its_name_is_refused():
+    with pytest.raises(BatchError, match=r"forward_mode 'extend' .expected a ForwardMode"):
+        batch(mode="extend")

@@ -404,6 +404,7 @@ def test_padding_is_not_copied(layout, apart):
         ({"num_pages": 6.0}, "layer 0: 6.0 pages"),
         ({"num_pages": {"full": 6.5}}, "layer 0: 6.5 pages"),
         ({"layers": [layer(), layer(heads=1)]}, "two layers of layer_id 0"),
+        ({"store": "fp8_e4m3", "scales": {0: 2.0}}, r"scales of layer 0: 2.0 .expected .k_scale"),
         ({"store": "fp8_e4m3", "scales": {7: (2.0, 2.0)}}, r"scales of layers \[7\] .layers: .0"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from attn_core import (
     AttentionLayer,
     BatchError,
+    CacheView,
     ForwardBatch,
     ForwardMode,
     HybridDispatcher,
@@ -15,6 +16,9 @@ from attn_core import (
     LayerCache,
     SpecInfo,
     load_plugins,
+    pad_page_table,
+    slot_table,
+    write_kv,
 )
 from attn_core.testing.harness import Bench
 
@@ -172,3 +176,100 @@ def test_ragged_requests_that_are_no_ranges_are_refused(starts, keys):
     cu = int32(*starts)
     with pytest.raises(BatchError, match=r"cu_seqlens_q .* .expected to rise from 0 to at most 6"):
         dispatcher.forward_ragged(q, k, k, layer, cu, cu, 7, 7, causal=False)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(33, 33), (65, 17)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_deterministic_bits_depend_on_no_address(dim, v_dim, page_size):
+    """Heads of odd dims begin between lines of memory, elsewhere in each batch and page."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=2, num_kv_heads=1, head_dim=dim, v_head_dim=v_dim, scale=0.2
+    )
+    row = next(x for x in SPEC.capabilities if x.kind == "mha" and x.device == "cpu")
+    bench = Bench(spec=SPEC, row=row, torch_device=torch.device("cpu"), deterministic=True)
+    backend = bench.create((layer,), dtype="fp32", page_size=page_size)
+    lengths, news = (130, 2, 17, 5), (1, 2, 9, 1)
+    pages = [-(-n // page_size) for n in lengths]
+    pool = KVPool([layer], num_pages=2 * sum(pages) + 1, page_size=page_size, kv_cache_dtype="fp32")
+    cache = pool.layer(0)
+    torch.manual_seed(0)
+    here = pad_page_table((torch.randperm(sum(pages)) + 1).split(pages))
+    there = pad_page_table((torch.arange(sum(pages)) + sum(pages) + 1).split(pages))
+    for i, n in enumerate(lengths):
+        k, v = torch.randn(n, 1, dim), torch.randn(n, 1, v_dim)
+        for table in (here, there):
+            write_kv(cache, k, v, slot_table(table[i : i + 1], page_size, n)[0])
+    q = torch.randn(sum(news), 2, dim)
+
+    def run(table, requests, queries):
+        batch = ForwardBatch.build(
+            ForwardMode.EXTEND,
+            query_lens=[news[i] for i in requests],
+            seq_lens=[lengths[i] for i in requests],
+            page_table=table[list(requests)],
+            page_size=page_size,
+        )
+        plan = backend.init_forward_metadata(batch)
+        tensors = (queries, None, None, layer, cache, batch, plan)
+        return torch.cat([x.flatten(1) for x in backend.forward(*tensors, return_lse=True)], 1)
+
+    together = run(here, range(4), q).split(news)
+    for i, (own, want) in enumerate(zip(q.split(news), together, strict=True)):
+        assert torch.equal(run(here, [i], own.clone()), want)
+        assert torch.equal(run(there, [i], own.clone()), want)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pages", [(8, 9), (7, 8), (-1, 0), (3, 30)])
+def test_pages_that_the_pool_has_not(pages, layout):
+    """Adjacent ones are a slice, which leaves them out: torch's kernel then ended the process."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32", layout=layout)
+    backend = create(layer, page_size=4)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1], seq_lens=[7], page_table=int32(*pages)[None],
+        page_size=4, writes=False,
+    )  # fmt: skip
+    plan = backend.init_forward_metadata(batch)
+    tensors = (torch.randn(1, 4, 32), None, None, layer, pool.layer(0), batch, plan)
+    with pytest.raises(BatchError, match=r"lists page -?\d+ of a pool of 8 pages"):
+        backend.forward(*tensors)
+
+
+@pytest.mark.parametrize("host", [(11,), None])
+def test_more_tokens_than_columns(host):
+    """Not by CacheView.build, which refuses it: by hand; the keys beyond were left out."""
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32")
+    backend = create(layer, page_size=4)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+
+    def view(columns, most):
+        return CacheView(
+            page_table=torch.ones(1, columns, dtype=torch.int32), seq_lens=int32(11),
+            out_cache_loc=None, max_seq_len=most, seq_lens_host=host,
+        )  # fmt: skip
+
+    def batch(of):
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE, cu_seqlens_q=int32(0, 1),
+            positions=torch.tensor([10]), max_q_len=1, views={"full": of},
+        )  # fmt: skip
+
+    dispatcher.init_forward_metadata(batch(view(3, 99)))  # an upper bound may be higher
+    with pytest.raises(BatchError, match="a request of 11 tokens, and a page table of 2 columns"):
+        dispatcher.init_forward_metadata(batch(view(2, 11)))
+
+
+def test_out_takes_floats():
+    layer = AttentionLayer(**SHAPE, scale=0.2)
+    pool = KVPool([layer], num_pages=8, page_size=4, kv_cache_dtype="fp32")
+    backend = create(layer, page_size=4)
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    batch = ForwardBatch.build(
+        ForwardMode.EXTEND, query_lens=[1], seq_lens=[1], page_table=int32(1)[None], page_size=4
+    )
+    plan = dispatcher.init_forward_metadata(batch)
+    q, k = torch.randn(1, 4, 32), torch.randn(1, 2, 32)
+    with pytest.raises(BatchError, match=r"layer 0: out is torch\.int32"):
+        dispatcher.forward(q, k, k, layer, batch, plan, out=torch.empty(1, 4, 32).int())

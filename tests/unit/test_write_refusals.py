@@ -98,3 +98,29 @@ def test_index_keys_that_do_not_fit(writer, index_dtype):
             write(into, wrong, slots)
     assert not into.index.any()
     write(into, keys, SLOTS)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
+def test_slots_that_the_cache_has_not(store, layout):
+    """On a CPU; the message has the slots and those that there are."""
+    tokens, stray = cache(store, layout), torch.tensor([3, 16])
+    k, v = torch.randn(2, HEADS, D), torch.randn(2, HEADS, DV)
+    message = r"token slots 3 to 16 of a cache of 4 pages of 4 tokens \(expected 0 to 15"
+    with pytest.raises(UsageError, match=message):
+        kv.write_kv(tokens, k, v, stray)
+    with pytest.raises(UsageError, match=message):
+        kv.read_kv(tokens, stray, torch.float32)
+    with pytest.raises(UsageError, match=message):
+        kv.copy_slots(tokens, stray, torch.tensor([4, 5]))
+    with pytest.raises(UsageError, match=r"slots \[2\] to copy to \[1\]"):
+        kv.copy_slots(tokens, torch.tensor([1, 2]), torch.tensor([3]))
+
+
+def test_later_layers_refuse_stray_slots_too():
+    """Writes of a form that is known go another way, which looks at the slots itself."""
+    tokens, k, v = cache("fp32"), torch.randn(1, HEADS, D), torch.randn(1, HEADS, DV)
+    kv.write_kv(tokens, k, v, torch.tensor([4]), form=77)
+    again = tokens.launchers[77]
+    assert again(k, v, torch.tensor([15]), 1)
+    assert not again(k, v, torch.tensor([16]), 1)

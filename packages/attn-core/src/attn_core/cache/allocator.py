@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 from attn_core.cache.page_table import num_pages_for, reusable_prefix
 from attn_core.errors import OutOfPagesError, UsageError
+from attn_core.spec.requirements import is_count
 
 
 class PageAllocator:
@@ -19,8 +20,10 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise UsageError(f"num_pages {num_pages}, page_size {page_size} (expected 1 or more)")
+        if not is_count(num_pages) or not is_count(page_size):
+            raise UsageError(
+                f"num_pages {num_pages!r}, page_size {page_size!r} (expected integers of 1 or more)"
+            )
         self.page_size = page_size
         self.total = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: low pages first
@@ -146,5 +149,5 @@ class PageAllocator:
 
 
 def _refuse_negative(key: Hashable, tokens: int) -> None:
-    if tokens < 0:
-        raise UsageError(f"{key!r} asked for {tokens} tokens (expected 0 or more)")
+    if tokens != 0 and not is_count(tokens):
+        raise UsageError(f"{key!r} asked for {tokens!r} tokens (expected an integer of 0 or more)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -102,6 +102,10 @@ class KVPool:
                     "layer that reads the keys of another has none in the pool"
                 )
             scale = (scales or {}).get(x.layer_id, (1.0, 1.0))
+            if not isinstance(scale, Sequence) or len(scale) != 2:
+                raise UsageError(
+                    f"scales of layer {x.layer_id}: {scale!r} (expected (k_scale, v_scale))"
+                )
             self._layers[x.layer_id] = self._create(x, int(pages), scale)
         if unknown := sorted((scales or {}).keys() - self._layers.keys()):
             raise UsageError(f"scales of layers {unknown} (layers: {sorted(self._layers)})")

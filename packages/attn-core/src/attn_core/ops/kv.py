@@ -15,7 +15,7 @@ from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UsageError
 from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
-from attn_core.ops.write_checks import check_write
+from attn_core.ops.write_checks import check_write, stray_slots
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor, int], None]
 _ReadPages = Callable[[LayerCache, Tensor, torch.dtype], tuple[Tensor, Tensor | None]]
@@ -32,7 +32,8 @@ def write_kv(
     a CPU nothing is written for a slot of -1.
     FP8 saturates. FP4 computes one e4m3 scale per 16 values, FP8 latents of sparse MLA one float32
     scale per 128 (to_latents). On a GPU with Triton this is one launch. Never syncs. Raises
-    UsageError if only one of v and the V pool is present, and for shapes that do not fit.
+    UsageError if only one of v and the V pool is present, for shapes that do not fit and, on a CPU,
+    for slots that the cache has not.
     form: a number of tensors like these, but for their addresses and the number of tokens:
     cache.launchers then may have what writes such tensors again, at addresses that 16 divides.
     """
@@ -44,7 +45,10 @@ def write_kv(
     write = cache.launchers.get("write")
     if write is None:
         write = cache.launchers["write"] = _writer(cache.k.device.type, cache.latent_dim > 0)
-    write(cache, k, v, slots, form)
+    try:
+        write(cache, k, v, slots, form)
+    except IndexError as error:
+        raise stray_slots(cache, slots) from error
 
 
 @cached
@@ -129,7 +133,8 @@ def _write_again(
     """Write tensors of a known form into rows; False where they cannot be written so any more."""
     assert cache.v is not None
     moved = keys.data_ptr() != cache.k.data_ptr() or values.data_ptr() != cache.v.data_ptr()
-    if moved or slots.min().item() < 0:
+    low, high = (x.item() for x in slots.aminmax())
+    if moved or low < 0 or high >= keys.shape[0]:
         return False
     keys.index_copy_(0, slots, k)
     values.index_copy_(0, slots, v)
@@ -154,7 +159,10 @@ def read_kv(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
     FP8 and FP4 are dequantised in float32. For MLA v is None; the values are k[..., :v_head_dim].
     """
-    return _read(cache, slots, dtype, take)
+    try:
+        return _read(cache, slots, dtype, take)
+    except IndexError as error:
+        raise stray_slots(cache, slots) from error
 
 
 def read_pages(
@@ -201,7 +209,12 @@ def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
     It copies the partial last page of a draft branch, and compacts the accepted tokens of a tree.
     On a CPU nothing is copied from or to a slot of -1.
     """
+    if src.shape != dst.shape:
+        raise UsageError(f"slots {list(src.shape)} to copy to {list(dst.shape)} (expected as many)")
     if (real := real_slots(torch.minimum(src, dst))) is not None:
         src, dst = src[real], dst[real]
-    for t, layout in cache.parts():
-        put(t, layout, dst, take(t, layout, src))
+    try:
+        for t, layout in cache.parts():
+            put(t, layout, dst, take(t, layout, src))
+    except IndexError as error:
+        raise stray_slots(cache, src, dst) from error

@@ -28,6 +28,15 @@ def check_write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -
     cache.launchers["fits"] = given
 
 
+def stray_slots(cache: LayerCache, *slots: Tensor) -> UsageError:
+    """Return the error of slots that the cache has not, at which an index failed on a CPU."""
+    low, high = min(int(x.min()) for x in slots), max(int(x.max()) for x in slots)
+    return UsageError(
+        f"token slots {low} to {high} of a cache of {cache.num_pages} pages of {cache.page_size} "
+        f"tokens (expected 0 to {cache.num_pages * cache.page_size - 1}: page · page_size + offset)"
+    )
+
+
 def head_dims(cache: LayerCache) -> tuple[int, int, int]:
     """Return the heads of a cache, the head dim of K and that of V, 0 without V."""
     heads = cache.k.shape[1 if cache.layout == "HND" else 2]

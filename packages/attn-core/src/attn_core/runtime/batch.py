@@ -71,11 +71,10 @@ class CacheView:
         check_tensor("page_table", self.page_table, torch.int32, (None, None), rows=True)
         b = self.page_table.shape[0]
         check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
-        tensors = [self.page_table, self.seq_lens]
         if self.out_cache_loc is not None:
             check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
-            tensors.append(self.out_cache_loc)
-        devices = {str(t.device) for t in tensors}
+        tensors = (self.page_table, self.seq_lens, self.out_cache_loc)
+        devices = {str(t.device) for t in tensors if t is not None}
         check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
         host = self.seq_lens_host
         if host is not None:
@@ -116,8 +115,7 @@ class CacheView:
                 torch.arange(len(seq_lens), device="cpu"),
                 torch.tensor(new_lens, dtype=torch.int64, device="cpu"),
             )
-            pos = _positions(seq_lens, new_lens)
-            rows, pos = rows.to(device), pos.to(device)
+            rows, pos = rows.to(device), _positions(seq_lens, new_lens).to(device)
             slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
         return cls(
             page_table=page_table,
@@ -184,6 +182,7 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         b, t, mode = self.batch_size, self.num_tokens, self.forward_mode
+        check(isinstance(mode, ForwardMode), f"forward_mode {mode!r} (expected a ForwardMode)")
         check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
         check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
         check_tensor("positions", self.positions, torch.int64, (None,))
@@ -217,8 +216,8 @@ class ForwardBatch:
             check(low >= 0, f"negative length {low} in query_lens_host")
             check(top <= most, f"max_q_len {most} is below {top}")
             check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
-        known = {n: v.seq_lens_host for n, v in self.views.items() if v.seq_lens_host}
-        known.pop("cross", None)  # an encoder's lengths
+        views = ((n, v) for n, v in self.views.items() if n != "cross")  # of an encoder's lengths
+        known = {n: v.seq_lens_host for n, v in views if v.seq_lens_host}
         for name, keys in known.items():
             short = [i for i, (q, s) in enumerate(zip(lens or (), keys, strict=False)) if s < q]
             if lens and short:

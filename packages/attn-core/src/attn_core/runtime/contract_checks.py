@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.pool import CachePool
-from attn_core.errors import BackendError, UnsupportedError
+from attn_core.errors import BackendError, BatchError, UnsupportedError
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import AttentionLayer
@@ -75,6 +75,22 @@ def refuse_pages(config: BackendConfig, caches: CachePool) -> None:
             f"split into its own ({', '.join(map(str, sorted(row.page_sizes)))}): the parts of a "
             "page are not contiguous across heads; take layout NHD or one of these page sizes"
         )
+
+
+def refuse_lengths(batch: ForwardBatch, page_size: int) -> None:
+    """Raise BatchError for more keys than a page table has columns for, where the host knows."""
+    for name, view in batch.views.items():
+        capacity = view.page_table.shape[1] * page_size
+        if view.max_seq_len <= capacity:  # an upper bound, which may be above it
+            continue
+        lengths: Sequence[int] | None = view.seq_lens_host
+        if lengths is None and view.seq_lens.is_cpu:
+            lengths = view.seq_lens.tolist()
+        if lengths is not None and max(lengths, default=0) > capacity:
+            raise BatchError(
+                f"view {name!r}: a request of {max(lengths)} tokens, and a page table of "
+                f"{view.page_table.shape[1]} columns of {page_size} tokens; give it more columns"
+            )
 
 
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:

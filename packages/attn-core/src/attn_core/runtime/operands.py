@@ -94,6 +94,8 @@ def _check_queries(q: Tensor, layer: AttentionLayer, tokens: int, out: Tensor | 
         refuse_gradients(out, q)
     if out is not None and out.shape != (tokens, heads, layer.v_head_dim):
         _misfit("out", out, layer, (tokens, heads, layer.v_head_dim))
+    if out is not None and not out.is_floating_point():
+        raise BatchError(f"layer {layer.layer_id}: out is {out.dtype} (expected floats, as of q)")
 
 
 def refuse_gradients(out: Tensor | None, *sources: Tensor) -> None:

@@ -12,7 +12,12 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.runtime.adaptive import Pickers, Planned, shadowed
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.contract_checks import refuse_capture, refuse_drafts, refuse_mode
+from attn_core.runtime.contract_checks import (
+    refuse_capture,
+    refuse_drafts,
+    refuse_lengths,
+    refuse_mode,
+)
 from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.routes import (
     MISSING,
@@ -79,11 +84,13 @@ class Planner:
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan this pass with its backends, once, before its first layer; None if idle.
 
-        Raises UnsupportedError if the backend's row cannot verify the drafts.
+        Raises UnsupportedError if the backend's row cannot verify the drafts, BatchError for a
+        request of more tokens than its page table has columns for, where the host knows.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
             return None
+        refuse_lengths(batch, self.caches.page_size)
         size = size_of(batch)
         route = self.pickers.pick(mode, size)
         backend, metadata = self._planned(batch, route, _EAGER)

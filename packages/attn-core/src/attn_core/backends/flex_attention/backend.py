@@ -140,7 +140,8 @@ class FlexAttention(AttentionBackend):
         # Plain tensors in every grad and inference mode: any other kind would be compiled anew.
         with torch.inference_mode(False), torch.no_grad():
             done = self._attend(q, layer, cache, plan, compiled)
-        return out.copy_(done)
+        out[: done.shape[0]].copy_(done)  # tokens behind the last request are padding
+        return out
 
     def _attend(
         self, q: Tensor, layer: AttentionLayer, cache: LayerCache, plan: Plan, compiled: Kernel

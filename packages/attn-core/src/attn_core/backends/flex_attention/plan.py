@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_core.errors import BatchError
 from attn_core.runtime.layer import AttentionLayer
 
 
@@ -75,6 +76,7 @@ class Tiles:
             places = self.request.new_empty(self.requests * blocks, dtype=torch.int32)
             most = self.partial.shape[1]
             block = self.partial.flatten()[self.real]
+            self._refuse_stray(block, blocks)
             places[starts[self.real // most] + block] = self.logical.int()
             self._lists[blocks] = Lists(
                 partial=_widened(self.partial, blocks),
@@ -83,6 +85,19 @@ class Tiles:
                 starts=starts,
             )
         return self._lists[blocks]
+
+    def _refuse_stray(self, partial: Tensor, blocks: int) -> None:
+        """Raise BatchError for blocks that a pool of so many lacks, which a CPU can look at."""
+        if not partial.is_cpu:
+            return
+        place = torch.arange(self.full.shape[1], device="cpu")
+        listed = torch.cat((partial, self.full[place < self.full_count[:, :, 0]]))
+        low, high = (int(x) for x in listed.aminmax()) if len(listed) else (0, 0)
+        if low < 0 or high >= blocks:
+            raise BatchError(
+                f"the page table lists blocks {low} to {high} of a pool of {blocks} blocks of keys "
+                f"(expected 0 to {blocks - 1}): a page is one block or several"
+            )
 
     def compact(self) -> tuple[Tiles, Tensor]:
         """Return the tiles over a copy of the blocks that they read, and these blocks, int64 [n].

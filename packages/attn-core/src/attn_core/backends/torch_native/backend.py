@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_core.backends.plain_precision import plain_precision
 from attn_core.backends.torch_native.blocks import paged, ragged
-from attn_core.backends.torch_native.gather import Buffers, KeyValues
+from attn_core.backends.torch_native.gather import Buffers, KeyValues, aligned
 from attn_core.backends.torch_native.kernels import attend
 from attn_core.backends.torch_native.limits import Limits, limits_of
 from attn_core.backends.torch_native.plan import Piece, Planner
@@ -248,11 +248,15 @@ class TorchNative(AttentionBackend):
             query = query.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
         else:
             query = query.transpose(1, 2).contiguous()
+        if self.config.deterministic:  # neither where they lie nor their strides may matter
+            query = query.clone(memory_format=torch.contiguous_format)
         need_lse = return_lse or layer.sinks is not None or piece.parts > 1
         scale = layer.scale * k_scale
         states: States = []
         for tile in piece.tiles:
             k, v = key_values.read(tile, r)
+            if self.config.deterministic:
+                k, v = aligned(k), None if v is None else aligned(v)
             state = attend(
                 query.expand(tile.splits, -1, -1, -1) if tile.splits > 1 else query,
                 k,

@@ -9,9 +9,22 @@ from torch import Tensor
 
 from attn_core.backends.torch_native.plan import Tile, Where
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.errors import BatchError
 from attn_core.ops.quant import from_fp4, from_fp8
 
 Buffers = dict[str, Tensor]  # outlive a call: fresh memory costs a CPU more than the copy into it
+
+
+_LINE = 64  # bytes at whose multiples torch's memory on a CPU begins
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of the same strides where it begins between two lines of memory.
+
+    A CPU's products take the first numbers apart until the rest is aligned, so that the last bits
+    of their sums depend on the address.
+    """
+    return x.clone() if x.is_cpu and x.data_ptr() % _LINE else x
 
 
 class KeyValues:
@@ -85,6 +98,7 @@ class _Blocks:
         """Blocks of a pool whose tokens follow each other: a view, or whole rows copied."""
         assert self._flat is not None
         if isinstance(blocks, slice):
+            self._refuse_stray(blocks)
             return self._flat[blocks]
         count, width = blocks.shape[0], self._flat.shape[1]
         buffer = self._buffers.get(self._name)
@@ -92,13 +106,37 @@ class _Blocks:
             with torch.inference_mode(False):  # passes of either mode fill it
                 buffer = self._buffers[self._name] = self._flat.new_empty(count * width)
         out = buffer.as_strided((count, width), (width, 1))
-        return torch.index_select(self._flat, 0, blocks, out=out)
+        try:
+            return torch.index_select(self._flat, 0, blocks, out=out)
+        except IndexError:  # of a CPU; asking before each call would cost a decode step
+            self._refuse_stray(blocks)
+            raise
 
     def _scattered(self, blocks: Where) -> Tensor:
         """The same of any other pool, token by token."""
+        self._refuse_stray(blocks)
         if isinstance(blocks, slice):
             blocks = torch.arange(blocks.start, blocks.stop, device=self._raw.device)
         offset = torch.arange(self._block, device=blocks.device)
         slots = (blocks[:, None].long() * self._block + offset).flatten()
         page_size = self._raw.shape[1]
         return self._raw[slots // page_size, slots % page_size]
+
+    def _refuse_stray(self, blocks: Where) -> None:
+        """Raise BatchError for blocks that the pool lacks, which only a CPU can look at.
+
+        A slice would leave them out, and torch's kernel ends the process where no key is left.
+        """
+        if isinstance(blocks, slice):
+            low, high = blocks.start, blocks.stop - 1
+        elif blocks.is_cpu and blocks.numel():
+            low, high = (int(x) for x in blocks.aminmax())
+        else:
+            return
+        pages, per_page = self._raw.shape[0], self._raw.shape[1] // self._block
+        if low < 0 or high >= pages * per_page:
+            page = (low if low < 0 else high) // per_page
+            raise BatchError(
+                f"the page table lists page {page} of a pool of {pages} pages (expected 0 to "
+                f"{pages - 1})"
+            )

@@ -190,9 +190,10 @@ def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: 
     """Take fewer stages, keys and rows until queries, keys and values fit shared memory."""
     launch = replace(launch, ptx=arch.startswith("sm"))
     capacity = _SHARED.get(arch, 227) * 1024
-    latent = v_dim > 256 and head_dim > v_dim  # values are keys
-    key_bytes = sum(head_parts(head_dim)) * store_bytes
-    kv_bytes = key_bytes if latent else key_bytes + power_of_two(v_dim) * store_bytes
+    parts, width = head_parts(head_dim), power_of_two(v_dim)
+    latent = v_dim > 256 and head_dim > v_dim and parts[0] == width  # values are keys
+    key_bytes = sum(parts) * store_bytes
+    kv_bytes = key_bytes if latent else key_bytes + width * store_bytes
     smallest = {"stages": 2, "block_n": 32, "block_m": 32}
     while launch.stages * launch.block_n * kv_bytes + launch.block_m * key_bytes > capacity:
         if launch.stages > smallest["stages"]:

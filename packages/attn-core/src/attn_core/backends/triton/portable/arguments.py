@@ -111,11 +111,11 @@ class Constants(NamedTuple):
 
     HEADS: KV heads. GROUP: query heads of each. PAGE: tokens of a page, 0 for plain K and V.
     D, DV: columns of keys and values. D1, D2: the tiles of D. BDV: DV as a power of two.
-    LATENT: values are the first columns of the keys. FP4: two values a byte. FP4_ALIGNED: the FP4
-    scales of each key begin at multiples of so many bytes and its codes at multiples of eight times
-    as many, 0 where they begin anywhere. KEY_PARTS, VALUE_PARTS: the tiles that columns are taken
-    in, each second or fourth one by one tile: 4 of FP4, see load_fp4, and 2 of values in FP8, see
-    load_split_columns. SAME_STRIDES: of K and V.
+    LATENT: values are the first D1 columns of the keys, and D1 is BDV. FP4: two values a byte.
+    FP4_ALIGNED: the FP4 scales of each key begin at multiples of so many bytes and its codes at
+    multiples of eight times as many, 0 where they begin anywhere. KEY_PARTS, VALUE_PARTS: the tiles
+    that columns are taken in, each second or fourth one by one tile: 4 of FP4, see load_fp4, and 2
+    of values in FP8, see load_split_columns. SAME_STRIDES: of K and V.
     INT64_OFFSETS: offsets into the stores need 64 bits. MASK: see masks.py. CHUNK: tokens of a
     chunk of dual chunk attention, 0 without it. SCALE_QUERIES: see scaled_queries.
     """

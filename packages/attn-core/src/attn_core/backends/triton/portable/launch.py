@@ -172,7 +172,7 @@ class LayerArguments:
             D2=second,
             DV=layer.v_head_dim,
             BDV=width,
-            LATENT=cache.v is None,
+            LATENT=cache.v is None and first == width,
             FP4=fp4,
             FP4_ALIGNED=_fp4_aligned(layer, cache) if fp4 else 0,
             KEY_PARTS=1,
@@ -249,9 +249,10 @@ def _v_scale(cache: LayerCache) -> Scale:
 
 def _stores(cache: LayerCache) -> KVCache:
     """Return the stores of a layer. Raises UsageError where their columns are not adjacent."""
-    k, blocks = cache.k, cache.block_scales or (None, None)
+    k, (k_blocks, v_blocks) = cache.k, cache.block_scales or (None, None)
     v = k if cache.v is None else cache.v
-    stores = (k, v, k if blocks[0] is None else blocks[0], v if blocks[1] is None else blocks[1])
+    v_blocks = k_blocks if cache.v is None else v_blocks
+    stores = (k, v, k if k_blocks is None else k_blocks, v if v_blocks is None else v_blocks)
     return KVCache(*(_store(tensor, cache.layout) for tensor in stores))
 
 
