@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attn_core.trust.judge import Verdict
     from attn_core.trust.replay import Replayed
 
-FILE = typer.Argument(help="A reproducer, as a Shadow or `attn bisect` writes it.")
+FILE = typer.Argument(metavar="FILE", help="A reproducer, as a Shadow or `attn bisect` writes it.")
 ON = flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
 
 
