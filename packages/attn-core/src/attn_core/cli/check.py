@@ -70,7 +70,7 @@ def check_command(
         registry.find(backend)  # or says which names there are
     here = local_device(device)
     if evidence is not None:
-        _check_folder(evidence)
+        make_folder("--evidence", evidence)
     if against is not None:
         if backend is None or evidence is not None or jobs > 1:
             raise UsageError("--against takes a backend's name, no --evidence and no --jobs")
@@ -237,8 +237,8 @@ def _check_jobs(jobs: int) -> None:
         raise UsageError(f"--jobs {jobs}: at least 1, at most {cores}, the cores of this machine")
 
 
-def _check_folder(folder: Path) -> None:
-    """Create the evidence folder and test that it is writable, before checks that take minutes."""
+def make_folder(option: str, folder: Path) -> None:
+    """Create the folder of an option and test that it is writable, before what takes minutes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -246,7 +246,7 @@ def _check_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"--evidence {printable(str(folder), 200)}: {why}; give a folder that can be written"
+            f"{option} {printable(str(folder), 200)}: {why}; give a folder that can be written"
         ) from error
 
 
