@@ -43,7 +43,6 @@ from benchmarks.timing import Ceilings, Timer, measure_ceilings, timer_for
 Record = dict[str, Any]
 QWEN_1M = DualChunk(chunk_size=262144, local_size=8192, original_max_position_embeddings=262144)
 HEADS: dict[str, Any] = {"q_heads": 28, "kv_heads": 4}  # of Qwen2.5-7B-Instruct-1M
-BASELINE = "fa3"  # plain attention over the same keys
 
 
 def cases() -> Iterator[Case]:

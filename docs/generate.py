@@ -85,9 +85,9 @@ def cli() -> str:
             annotation = hints.get(parameter.name, parameter.annotation)
             kind, info = get_args(annotation)[0], get_args(annotation)[1]
             if type(info).__name__ == "ArgumentInfo":
-                usage.append(info.metavar or parameter.name.upper())
-                name = f"`{usage[-1].strip('[]')}`"
+                name = f"`{info.metavar}`"
                 default = "required" if parameter.default is inspect.Parameter.empty else ""
+                usage.append(info.metavar if default else f"[{info.metavar}]")
             else:
                 name, default = _option(parameter, kind, info)
             if default == "required" and name.startswith("`--"):

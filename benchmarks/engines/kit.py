@@ -23,7 +23,7 @@ from unittest import mock
 from benchmarks.engines import kit_linear, kit_sparse, record
 from benchmarks.engines.configurations import OURS
 
-HEAD_DIM, HIDDEN, CONTEXT = 64, 64, 128
+HEAD_DIM, CONTEXT = 64, 128
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # the only latents that kernels take
 DRAFTS = 3  # the kit has a tree of this size
 Case = tuple[str, str, Callable[[], None]]  # group, name, test

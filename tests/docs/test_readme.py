@@ -128,6 +128,12 @@ def test_the_console_examples_are_understood():
         assert done.returncode == 0, done.stderr
 
 
+def test_every_folder_of_the_core_has_a_line():
+    core = ROOT / "packages" / "attn-core" / "src" / "attn_core"
+    folders = {path.parent.name for path in core.glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^\| … (\w+)/ \|", TEXT, re.M))
+
+
 def test_generated_pages_are_current():
     script = ROOT / "docs" / "generate.py"
     done = subprocess.run(

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from attn_core import cli
+from attn_core.cli.app import COMMANDS
 from attn_core.cli.backends import _entry
 from attn_core.cli.inputs import selection_inputs
 from attn_core.cli.options import InputFlags
@@ -48,6 +49,15 @@ def data(here):
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_arguments_as_the_reference_does(here, command):
+    usage = here(command, "--help").stdout.partition("\n")[0]
+    assert f"{command} [OPTIONS]" in usage
+    named = usage.partition("[OPTIONS]")[2]
+    assert "[[" not in named
+    assert named == named.upper()
 
 
 def test_select_prints_one_object():

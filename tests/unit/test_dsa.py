@@ -7,7 +7,7 @@ from attn_core.spec.device import Device
 from attn_nvidia import dsa
 
 SM90, SM100, SM120 = (Device("cuda", arch) for arch in ("sm90", "sm100", "sm120"))
-EXTEND, VERIFY, DECODE = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
+EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 
 
 @pytest.mark.parametrize("queries", [1, 3, 1000])
@@ -70,11 +70,3 @@ def test_store_of_sparse_mla():
         dsa.store_dtype(SM100, "fp8_e4m3", sinks=True)
     with pytest.raises(UsageError, match="fp4_e2m1: sparse MLA stores auto, bf16, fp8_e4m3"):
         dsa.store_dtype(SM100, "fp4_e2m1")
-
-
-def test_topk_is_ragged_only_where_extend_gathers_fp8():
-    assert dsa.topk_transform("fp8_e4m3", "flashmla_sparse", EXTEND) == "ragged"
-    assert dsa.topk_transform("bf16", "flashmla_sparse", EXTEND) == "paged"
-    assert dsa.topk_transform("fp8_e4m3", "flashmla_kv", EXTEND) == "paged"
-    for mode in (VERIFY, DECODE, ForwardMode.DRAFT_EXTEND):
-        assert dsa.topk_transform("fp8_e4m3", "flashmla_sparse", mode) == "paged"

@@ -123,26 +123,32 @@ def test_the_data_side_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "code"),
     [
-        ["select", "--device", "cuda:sm100", "--json"],
-        ["select", "--json"],
-        ["why-not", "fa3", "--device", "cuda:sm80"],
-        ["backends", "--json"],
-        ["matrix", "--format", "json"],
-        ["doctor", "--json"],
+        (["select", "--device", "cuda:sm100", "--json"], 0),
+        (["select", "--json"], 0),
+        (["why-not", "fa3", "--device", "cuda:sm80"], 0),
+        (["backends", "--json"], 0),
+        (["matrix", "--format", "json"], 0),
+        (["doctor", "--json"], 0),
+        (["check", "triton", "--kind", "gqa"], 2),  # a slip is told at once
+        (["generate", "Hello", "--model-path", "/no/such/model"], 2),
+        (["generate", "Hello", "--model-path", __file__], 2),
     ],
 )
-def test_the_command_imports_no_torch_and_no_kernel_library(arguments):
-    code = (
+def test_the_command_imports_no_torch_and_no_kernel_library(arguments, code):
+    script = (
         "import sys\n"
         f"sys.argv = ['attn', *{arguments!r}]\n"
         "from attn_core.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as e:\n    assert e.code in (0, None), e.code\n"
+        "try:\n    main()\nexcept SystemExit as e:\n"
+        f"    assert (e.code or 0) == {code}, e.code\n"
         "bad = {'torch', 'triton', 'transformers', 'numpy', 'flashinfer'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -182,7 +182,9 @@ def test_the_commands_run_a_file(file, tmp_path, monkeypatch, capsys):
     assert (code, found["out"], found["not_needed"]) == (0, str(tmp_path / "json"), [])
     assert found["call"].startswith("extend, layer 0: 1 requests, 1 queries over 101 tokens")
     assert load(tmp_path / "json").seq_lens == (101,)
-    assert attn("bisect", str(file), "--out", str(file))[0] == 2
+    monkeypatch.setattr("attn_core.trust.bisect.smallest", None)  # refused before the search
+    for place in (file, tmp_path, "/proc/absent/small"):
+        assert attn("bisect", str(file), "--out", str(place))[0] == 2
 
 
 def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Store = Literal["bf16", "fp8_e4m3"]
 FlashMLA = Literal["flashmla_sparse", "flashmla_kv"]
 SPARSE_RATIO = 512  # KV tokens a query token, above which the gathered path stops paying
-RAGGED = frozenset({"flashmla_sparse", "flashmla_q8", "triton_sparse_mla"})
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,6 @@ def flashmla_auto(
     if _capability(device) >= 100 and mode.value == "extend":
         return sparse_or_kv(total_kv_tokens, total_q_tokens)
     return "flashmla_kv"
-
-
-def topk_transform(store: Store, sub_backend: str, mode: ForwardMode) -> Literal["ragged", "paged"]:
-    """Say how the indexer's choice is addressed: in gathered tokens, or in pages of the cache.
-
-    Gathered (ragged) only for an FP8 cache, in extend, by the kernels that gather.
-    """
-    gathers = store == "fp8_e4m3" and sub_backend in RAGGED and mode.value == "extend"
-    return "ragged" if gathers else "paged"
 
 
 def _capability(device: Device) -> int:

@@ -8,21 +8,22 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from attn_core.cli.against import compare_backends
 from attn_core.cli.console import console, print_json, print_table, progress
+from attn_core.cli.inputs import check
 from attn_core.cli.options import flag
 from attn_core.errors import AttnError, UsageError
 from attn_core.formatting import printable
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
 from attn_core.spec.device import Device, devices_of, parse_device, probe_device
+from attn_core.spec.kinds import Kind
 
 if TYPE_CHECKING:
-    from attn_core.spec.kinds import Kind
     from attn_core.testing.parallel import SuiteOptions
     from attn_core.testing.plan import PlannedCheck
     from attn_core.testing.runner import CellReport, Outcome, Report
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 def check_command(
     backend: Annotated[
         str | None,
-        typer.Argument(help="Name of the backend; default: all that this device serves."),
+        typer.Argument(
+            metavar="BACKEND", help="Name of the backend; default: all that this device serves."
+        ),
     ] = None,
     device: Annotated[
         str | None, flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
@@ -60,17 +63,14 @@ def check_command(
     are compared. Exit code 1: they differ by more than the suite allows both together.
     """
     _check_jobs(jobs)
+    every: tuple[Kind, ...] = get_args(Kind)
+    kinds = tuple(k for k in every if check("--kind", kind, every) in (None, k))
     registry = load_plugins()
     if backend is not None:
         registry.find(backend)  # or says which names there are
     here = local_device(device)
     if evidence is not None:
-        _check_folder(evidence)
-    from attn_core.testing.plan import KINDS  # torch, which other commands do without
-
-    if kind not in (None, *KINDS):
-        raise UsageError(f"--kind {kind}: the suite has cases for {', '.join(KINDS)}")
-    kinds = tuple(k for k in KINDS if kind in (None, k))
+        make_folder("--evidence", evidence)
     if against is not None:
         if backend is None or evidence is not None or jobs > 1:
             raise UsageError("--against takes a backend's name, no --evidence and no --jobs")
@@ -237,8 +237,8 @@ def _check_jobs(jobs: int) -> None:
         raise UsageError(f"--jobs {jobs}: at least 1, at most {cores}, the cores of this machine")
 
 
-def _check_folder(folder: Path) -> None:
-    """Create the evidence folder and test that it is writable, before checks that take minutes."""
+def make_folder(option: str, folder: Path) -> None:
+    """Create the folder of an option and test that it is writable, before what takes minutes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -246,7 +246,7 @@ def _check_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"--evidence {printable(str(folder), 200)}: {why}; give a folder that can be written"
+            f"{option} {printable(str(folder), 200)}: {why}; give a folder that can be written"
         ) from error
 
 

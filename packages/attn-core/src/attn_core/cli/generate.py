@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from attn_core.cli.console import console, progress
 from attn_core.cli.inputs import check
 from attn_core.cli.options import DTYPES, KV_DTYPES, BackendFlags, flag, takes
 from attn_core.errors import UsageError
+from attn_core.model_config import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,9 @@ _LONGEST = 1 << 24  # characters of a prompt: more than any context takes
 @takes(BackendFlags)
 def generate_command(
     flags: BackendFlags,
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")
+    ],
     model: Annotated[
         Path, flag("--model-path", "Model directory or GGUF file.", also="--model", env=False)
     ],
@@ -70,7 +72,7 @@ def generate_command(
         raise UsageError(f"--num-pages {num_pages}: at least 2, one of them is the dummy page")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {max_new_tokens}: at least 1")
-    _check_path(model)
+    _check_model(model)
     prompt = _text(prompt)
     encoded: list[Tensor] = []
 
@@ -94,22 +96,17 @@ def generate_command(
         raise typer.Exit(130)
 
 
-def _check_path(model: Path) -> None:
-    try:
-        is_file = stat.S_ISREG(os.stat(model).st_mode)
-    except FileNotFoundError:
-        return  # read_config says what to give
-    except (OSError, ValueError) as error:  # no permission, a name too long, a NUL in it
-        shown = str(model) if len(str(model)) <= 200 else f"{str(model)[:200]}…"
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(
-            f"--model-path {shown!r} cannot be read: {why}; give the model's directory"
-        ) from error
-    if is_file and model.suffix != ".gguf":
+def _check_model(model: Path) -> None:
+    """Refuse what holds no model before torch and transformers are imported, which takes seconds.
+
+    Raises UsageError, and ModelConfigError as read_config() does.
+    """
+    if os.path.isfile(model) and model.suffix != ".gguf":
         raise UsageError(
             f"--model-path {model}: give the model's directory, with its weights and tokenizer, or "
             "a GGUF file"
         )
+    read_config(model)
 
 
 def _text(prompt: str) -> str:

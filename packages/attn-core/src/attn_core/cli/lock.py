@@ -27,7 +27,9 @@ from attn_core.tools.probes import probed
 @takes(InputFlags)
 def lock_command(
     flags: InputFlags,
-    file: Annotated[Path, typer.Argument(help="File to write, or a lock to replace.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File to write, or a lock to replace.")
+    ],
 ) -> None:
     """Select as `attn select` does, and keep the decision in a file.
 
@@ -50,8 +52,8 @@ def lock_command(
 
 
 def diff_command(
-    old: Annotated[Path, typer.Argument(help="A lock.")],
-    new: Annotated[Path, typer.Argument(help="A later lock.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A lock.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A later lock.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain which choice moved between two locks, and why: a version, a row, a cost.

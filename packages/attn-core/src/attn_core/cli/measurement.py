@@ -33,7 +33,7 @@ MOST_MINUTES = 24 * 60.0
 MOST_PARTS = 1024
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[
-    Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
+    Path | None, typer.Argument(metavar="MODEL", help="Model directory or config.json.")
 ]
 Minutes = Annotated[float, flag("--minutes", "No shape begins after this many minutes.", env=False)]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_core.cli.check import local_device
+from attn_core.cli.check import local_device, make_folder
 from attn_core.cli.console import console, print_json, print_table, progress
 from attn_core.cli.options import flag, names
 from attn_core.errors import UsageError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attn_core.trust.judge import Verdict
     from attn_core.trust.replay import Replayed
 
-FILE = typer.Argument(help="A reproducer, as a Shadow or `attn bisect` writes it.")
+FILE = typer.Argument(metavar="FILE", help="A reproducer, as a Shadow or `attn bisect` writes it.")
 ON = flag("--device", "TYPE[:ARCH]: a device of this machine.", env=False)
 
 
@@ -84,6 +84,9 @@ def bisect_command(
     r, target = load(file), out or file.with_suffix(f".smallest{file.suffix}")
     if target.exists() and target.samefile(file):
         raise UsageError(f"--out {printable(str(out), 200)} is FILE itself; name another")
+    if target.is_dir():
+        raise UsageError(f"--out {printable(str(target), 200)} is a folder; name a file")
+    make_folder("--out", target.parent)
     from rich.progress import TextColumn
 
     with stdout_to_stderr(), progress(TextColumn("{task.description}")) as bar:

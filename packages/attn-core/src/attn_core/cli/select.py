@@ -86,7 +86,7 @@ def select_command(
 @takes(InputFlags)
 def why_not_command(
     flags: InputFlags,
-    backend: Annotated[str, typer.Argument(help="Name of the backend.")],
+    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="Name of the backend.")],
     json: Json = False,
 ) -> None:
     """Explain why a backend is not selected, and find the smallest change that makes it fit."""

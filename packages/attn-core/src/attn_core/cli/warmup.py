@@ -27,7 +27,7 @@ TOKENS, KEYS = 151, 2151  # the most of one request, in attn_core.runtime.warmup
 def warmup_command(
     flags: InputFlags,
     path: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="Model directory or config.json.")
+        Path | None, typer.Argument(metavar="MODEL", help="Model directory or config.json.")
     ] = None,
     max_bs: Annotated[
         int, flag("--max-bs", "Largest decode batch, in requests.", env=False, most=1 << 14)

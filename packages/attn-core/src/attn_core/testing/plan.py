@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from attn_core.errors import BackendNotImplementedError, UnsupportedError
 from attn_core.plugins.dependencies import Libraries
@@ -14,7 +15,7 @@ from attn_core.spec.requirements import LayerRequirements, Requirements
 from attn_core.testing.checks import Check, templates
 from attn_core.testing.linear_checks import linear_templates
 
-KINDS: tuple[Kind, ...] = ("mha", "mla", "dsa", "gdn", "kda")  # what the suite has cases for
+KINDS: tuple[Kind, ...] = get_args(Kind)  # the suite has cases for all of them
 
 
 @dataclass(frozen=True, kw_only=True)
