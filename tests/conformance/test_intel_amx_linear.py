@@ -28,7 +28,7 @@ def over_emulated_tiles(tmp_path_factory):
 
 @pytest.fixture(params=[*LEVELS, "emulated tiles"])
 def level(request, monkeypatch):
-    """Run at a level of this CPU, or in plain C where it lacks it; count the calls of the kernels."""
+    """Run at a level, in plain C where this CPU lacks it; count the calls of the kernels."""
     path, name = None, request.param
     if name == "emulated tiles" or LEVELS.index(name) > LEVELS.index(level_of_this_cpu()):
         path = request.getfixturevalue("over_emulated_tiles")
