@@ -172,7 +172,8 @@ def scaling(
     cores: Sequence[int], repeats: int, dtypes: Sequence[str] = ("bf16",)
 ) -> list[dict[str, object]]:
     """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
-    prepared, found = list(cases(dtypes, [PAGE])), []
+    prepared = list(cases(dtypes, [PAGE]))
+    found = []
     for threads in cores:
         torch.set_num_threads(threads)
         for case in prepared:
