@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LINEAR = "intel_amx, linear layers too"  # as `attn generate` runs a model in bf16
+LINEAR = "intel_amx, linear layers too"  # as `attn generate` runs a model
 ROOT = pathlib.Path(__file__).parent.parent
 
 

@@ -1,8 +1,7 @@
 """Time generate() of a real model on this CPU: intel_amx, torch_native and transformers' sdpa.
 
 "linear layers too" has intel_amx's linear layers of few rows, as `attn generate` has them; the
-others have the model's own. They are in bf16, and the CPU has to have it too: elsewhere it is
-intel_amx again.
+others have the model's own. Where they gain nothing in a dtype, it is intel_amx again.
 
 Run: python -m benchmarks.generate_cpu [--model FILE.gguf or FOLDER] [--dtypes bf16 fp32]
 [--rounds N] [--profile]. The model is that of the demo. The contestants take turns, each on the

@@ -1,6 +1,7 @@
 """Time intel_amx on this CPU beside torch_native, and beside SDPA on K and V already gathered.
 
 Run: python -m benchmarks.intel_amx_cpu [--output FILE.json] [--repeats N] [--level NAME]
+[--dtypes bf16 fp32]
 [--cores 1 2 4 8]: time the same calls with each number of threads, into a record of their own.
 [--against KERNELS.so]: time these compiled kernels, of another version, instead of torch_native.
 A CPU with AMX stands for one without by `--level avx512_bf16`, for our kernels, and for torch's by
@@ -18,8 +19,8 @@ import json
 import pathlib
 import platform
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ from attn_intel.cpu.library import LEVELS, Kernels, load
 from torch import Tensor
 
 from benchmarks.torch_native_cpu import (
+    DTYPES,
     SHAPES,
     Shape,
     check,
@@ -105,18 +107,18 @@ def attention_case(shape: Shape, page_sizes: Sequence[int] = PAGE_SIZES) -> Case
     return Case(shape=asdict(shape), calls=calls, errors=errors)
 
 
-def mla_case(batch: int, length: int, heads: int) -> Case:
+def mla_case(batch: int, length: int, heads: int, dtype: str = "bf16") -> Case:
     """Prepare absorbed MLA decode beside SDPA on gathered latents, whose heads are its rows.
 
     SDPA takes the whole latent as its values, the fastest form it has: with 512 of 576 columns it
     leaves its flash kernel.
     """
     dim, scale = LATENT + ROPE, 192**-0.5
-    q = torch.randn(batch, heads, dim, dtype=torch.bfloat16)
-    latents = torch.randn(batch, 1, length, dim, dtype=torch.bfloat16)
+    q = torch.randn(batch, heads, dim, dtype=DTYPES[dtype])
+    latents = torch.randn(batch, 1, length, dim, dtype=DTYPES[dtype])
     pages = batch * length // PAGE
     table = (torch.randperm(pages) + 1).view(batch, -1).int()
-    pool = zeros((pages + 1, PAGE, 1, dim), torch.bfloat16, "cpu").fill_(torch.nan)
+    pool = zeros((pages + 1, PAGE, 1, dim), DTYPES[dtype], "cpu").fill_(torch.nan)
     pool[table.flatten().long()] = latents.reshape(pages, PAGE, 1, dim)
     layer = AttentionLayer(
         layer_id=0, num_q_heads=heads, num_kv_heads=1, head_dim=dim, v_head_dim=LATENT, scale=scale
@@ -138,10 +140,11 @@ def mla_case(batch: int, length: int, heads: int) -> Case:
     calls: dict[str, Callable[[], Tensor]] = {"sdpa": gathered}
     errors = {"sdpa": (reference.double() - want).abs().max().item()}
     for name, create in CONTESTANTS.items():
-        calls[name] = _mla_call(name, create, layer, LayerCache(k=pool, v=None), batch_of, q)
+        cache = LayerCache(k=pool, v=None)
+        calls[name] = _mla_call(name, create, layer, cache, batch_of, q, dtype)
         errors[name] = check(f"mla, {name}", calls[name](), reference, want)
-    shape = {"name": "mla decode", "batch": batch, "length": length, "heads": heads, "page": PAGE}
-    return Case(shape=dict(shape), calls=calls, errors=errors)
+    shape = {"batch": batch, "length": length, "heads": heads, "page": PAGE, "dtype": dtype}
+    return Case(shape={"name": "mla decode", **shape}, calls=calls, errors=errors)
 
 
 def of_library(path: pathlib.Path) -> Callable[[BackendConfig], AttentionBackend]:
@@ -156,14 +159,24 @@ def of_library(path: pathlib.Path) -> Callable[[BackendConfig], AttentionBackend
     return Other
 
 
-def scaling(cores: Sequence[int], repeats: int) -> list[dict[str, object]]:
+def cases(dtypes: Sequence[str], page_sizes: Sequence[int] = PAGE_SIZES) -> Iterator[Case]:
+    """Prepare all shapes in each dtype, one when it is asked for."""
+    for dtype in dtypes:
+        for shape in (*SHAPES, ONE):
+            yield attention_case(replace(shape, dtype=dtype), page_sizes)
+        for mla in MLA:
+            yield mla_case(*mla, dtype)
+
+
+def scaling(
+    cores: Sequence[int], repeats: int, dtypes: Sequence[str] = ("bf16",)
+) -> list[dict[str, object]]:
     """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
-    cases = [attention_case(shape, [PAGE]) for shape in (*SHAPES, ONE)]
-    cases += [mla_case(*shape) for shape in MLA]
+    prepared = list(cases(dtypes, [PAGE]))
     found = []
     for threads in cores:
         torch.set_num_threads(threads)
-        for case in cases:
+        for case in prepared:
             found.append({"threads": threads, **case.measure(repeats)})
     return found
 
@@ -175,12 +188,13 @@ def _mla_call(
     cache: LayerCache,
     batch: ForwardBatch,
     q: Tensor,
+    dtype: str,
 ) -> Callable[[], Tensor]:
     row = Capabilities(
         kind="mla",
         device="any",
-        dtypes={"bf16"},
-        kv_dtypes={"bf16"},
+        dtypes={dtype},
+        kv_dtypes={dtype},
         priority=0,
         head_dim_pairs="any",
     )
@@ -189,8 +203,8 @@ def _mla_call(
         row=row,
         layers=(layer,),
         page_size=PAGE,
-        dtype="bf16",
-        kv_cache_dtype="bf16",
+        dtype=dtype,
+        kv_cache_dtype=dtype,
         device=torch.device("cpu"),
     )
     backend = create(config)
@@ -208,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=pathlib.Path)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=("bf16",))
     parser.add_argument("--level", choices=LEVELS, help="a lower level than the CPU's")
     parser.add_argument("--cores", nargs="+", type=int, help="numbers of threads")
     parser.add_argument("--against", type=pathlib.Path, help="kernels of another version")
@@ -224,10 +239,9 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         if args.cores:
-            results = scaling(args.cores, args.repeats)
+            results = scaling(args.cores, args.repeats, args.dtypes)
         else:
-            results = [attention_case(shape).measure(args.repeats) for shape in (*SHAPES, ONE)]
-            results += [mla_case(*shape).measure(args.repeats) for shape in MLA]
+            results = [case.measure(args.repeats) for case in cases(args.dtypes)]
     report = {
         "benchmark": "intel_amx_cpu",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

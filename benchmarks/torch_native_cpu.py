@@ -30,13 +30,14 @@ from torch import Tensor
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 TARGET = 1.3
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CAPS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # the instructions of torch's products
 PAGE_SIZES = (1, 16, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """B requests of the same length in bf16: a decode step each, or a whole causal prefill."""
+    """B requests of the same length: a decode step each, or a whole causal prefill."""
 
     name: str
     batch: int
@@ -45,6 +46,7 @@ class Shape:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    dtype: str = "bf16"
 
 
 SHAPES = (
@@ -55,7 +57,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """K and V [B, Hkv, L, D] gathered, and q [B, Hq, Lq, D]; all bf16."""
+    """K and V [B, Hkv, L, D] gathered, and q [B, Hq, Lq, D]; all in the shape's dtype."""
 
     q: Tensor
     k: Tensor
@@ -63,12 +65,12 @@ class Data:
 
 
 def draw(shape: Shape) -> Data:
-    queries = 1 if shape.decode else shape.length
+    queries, dtype = 1 if shape.decode else shape.length, DTYPES[shape.dtype]
     kv = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
     return Data(
-        q=torch.randn(shape.batch, shape.q_heads, queries, shape.head_dim, dtype=torch.bfloat16),
-        k=torch.randn(kv, dtype=torch.bfloat16),
-        v=torch.randn(kv, dtype=torch.bfloat16),
+        q=torch.randn(shape.batch, shape.q_heads, queries, shape.head_dim, dtype=dtype),
+        k=torch.randn(kv, dtype=dtype),
+        v=torch.randn(kv, dtype=dtype),
     )
 
 
@@ -115,14 +117,15 @@ def paged(
         v_head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
     )
-    row = Capabilities(kind="mha", device="any", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=0)
+    dtypes = {shape.dtype}
+    row = Capabilities(kind="mha", device="any", dtypes=dtypes, kv_dtypes=dtypes, priority=0)
     config = BackendConfig(
         name="torch_native",
         row=row,
         layers=(layer,),
         page_size=page_size,
-        dtype="bf16",
-        kv_cache_dtype="bf16",
+        dtype=shape.dtype,
+        kv_cache_dtype=shape.dtype,
         device=torch.device("cpu"),
     )
     backend, cache = create(config), LayerCache(k=pool(data.k), v=pool(data.v))
@@ -204,7 +207,7 @@ def measure(shape: Shape, repeats: int) -> dict[str, object]:
     median = {k: statistics.median(v) * 1e3 for k, v in interleave(calls, repeats).items()}
     return {
         "shape": asdict(shape),
-        "dtype": "bf16",
+        "dtype": shape.dtype,
         "repeats": repeats,
         "median_ms": median,
         "ratio_to_sdpa": {k: median[k] / median["sdpa"] for k in plans},

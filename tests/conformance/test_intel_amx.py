@@ -14,6 +14,7 @@ from amx_kernels import (
     checks,
     compiled,
     emulated_tiles,
+    level_of_this_cpu,
     spec,
 )
 from attn_core import BackendError, LayerCache, UnsupportedError
@@ -86,8 +87,11 @@ class TestTiles(TestIntelAMX):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_of_this_cpu(level, monkeypatch):
-    with at_level(monkeypatch, level):
+def test_every_level(level, request, monkeypatch):
+    """On this CPU or, where it lacks the level, in plain C."""
+    lacks = LEVELS.index(level) > LEVELS.index(level_of_this_cpu())
+    path = request.getfixturevalue("over_emulated_tiles") if lacks else None
+    with at_level(monkeypatch, level, path):
         for check in checks(*FEW):
             run_check(check, spec(), CPU, arch="avx512")
 

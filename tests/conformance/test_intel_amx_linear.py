@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from amx_kernels import at_level, compiled, emulated_tiles
+from amx_kernels import at_level, compiled, emulated_tiles, level_of_this_cpu
 from attn_core import BackendConfig
 from attn_core.plugins.registry import load_plugins
 from attn_intel.cpu import linear
@@ -17,8 +17,7 @@ from attn_intel.cpu.library import LEVELS, load
 from attn_intel.cpu.linear import ROWS, LinearOfFewRows
 from torch import nn
 
-BF16 = torch.bfloat16
-FEW = ("avx512_bf16", "amx_bf16")
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,13 @@ def over_emulated_tiles(tmp_path_factory):
         return emulated_tiles(patch, tmp_path_factory.mktemp("tiles"))
 
 
-@pytest.fixture(params=[*FEW, "emulated tiles"])
+@pytest.fixture(params=[*LEVELS, "emulated tiles"])
 def level(request, monkeypatch):
-    """Run at a level of this CPU, or over tiles in plain C; count the calls of the kernels."""
+    """Run at a level, in plain C where this CPU lacks it; count the calls of the kernels."""
     path, name = None, request.param
-    if name == "emulated tiles":
-        path, name = request.getfixturevalue("over_emulated_tiles"), "amx_bf16"
+    if name == "emulated tiles" or LEVELS.index(name) > LEVELS.index(level_of_this_cpu()):
+        path = request.getfixturevalue("over_emulated_tiles")
+    name = name if name in LEVELS else "amx_bf16"
     with at_level(monkeypatch, name, path) as kernels:
         calls = []
         multiply = kernels.linear
@@ -41,31 +41,32 @@ def level(request, monkeypatch):
         yield name, calls
 
 
-def layer(inputs, outputs, *, bias=False):
+def layer(inputs, outputs, *, bias=False, dtype=BF16):
     """Return a layer whose weights and bias end where NaNs begin."""
-    made = LinearOfFewRows(inputs, outputs, bias=bias, dtype=BF16).requires_grad_(False)
-    made.weight.data = beside_nan(torch.randn(outputs, inputs))
+    made = LinearOfFewRows(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+    made.weight.data = beside_nan(torch.randn(outputs, inputs), dtype)
     if bias:
-        made.bias.data = beside_nan(torch.randn(outputs))
+        made.bias.data = beside_nan(torch.randn(outputs), dtype)
     return made
 
 
-def beside_nan(x):
-    """Return x in bf16, dense, in memory that is NaN before and after it."""
-    memory = torch.full((x.numel() + 4096,), torch.nan, dtype=BF16)
-    memory[2048 : 2048 + x.numel()] = x.flatten().to(BF16)
+def beside_nan(x, dtype=BF16):
+    """Return x in the dtype, dense, in memory that is NaN before and after it."""
+    memory = torch.full((x.numel() + 4096,), torch.nan, dtype=dtype)
+    memory[2048 : 2048 + x.numel()] = x.flatten().to(dtype)
     return memory[2048 : 2048 + x.numel()].view(x.shape)
 
 
 def check(found, made, x):
-    """Compare with float64: the error of a sum in float32, and of one rounding to bf16."""
+    """Compare with float64: the error of a sum in float32, and of one rounding to the dtype."""
     wanted = F.linear(x.double(), made.weight.double())
     size = F.linear(x.double().abs(), made.weight.double().abs())
     if made.bias is not None:
         wanted, size = wanted + made.bias.double(), size + made.bias.double().abs()
-    assert found.dtype == BF16
+    assert found.dtype == x.dtype
     assert found.shape == wanted.shape
-    assert ((found.double() - wanted).abs() <= 2**-8 * wanted.abs() + 2**-18 * size).all()
+    rounding = torch.finfo(x.dtype).eps / 2
+    assert ((found.double() - wanted).abs() <= rounding * wanted.abs() + 2**-18 * size).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -78,13 +79,23 @@ def test_it_multiplies(level, rows, inputs, outputs, bias):
     assert level[1] == [1]
 
 
-@pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33])
-def test_amx_takes_more_rows_and_torch_the_rest(level, rows):
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("rows", [7, 8, 9, 15, 16, 17, 31, 32, 33])
+def test_a_level_takes_so_many_rows_and_torch_the_rest(level, rows, dtype):
     name, calls = level
-    made, x = layer(96, 70), beside_nan(torch.randn(rows, 96))
+    made, x = layer(96, 70, bias=True, dtype=dtype), beside_nan(torch.randn(rows, 96), dtype)
     with torch.inference_mode():
         check(made(x), made, x)
-    assert len(calls) == (rows <= ROWS[LEVELS.index(name)])
+    assert len(calls) == (rows <= ROWS.get((name, dtype), 0))
+
+
+def test_prompts_where_torch_has_no_products_of_bfloat16(level):
+    """Rows go over all weights in parts that stay in the cache: here 32 and 3."""
+    name, calls = level
+    made, x = layer(2048, 37), beside_nan(torch.randn(35, 2048))
+    with torch.inference_mode():
+        check(made(x), made, x)
+    assert len(calls) == (name == "avx2")
 
 
 @pytest.mark.parametrize("shape", [(96,), (1, 2, 96), (0, 96), (3, 0, 96)])
@@ -131,7 +142,7 @@ def test_what_is_left_to_torch(level):
         for x in (plain.T.contiguous().T, torch.randn(2, 4, 64).to(BF16)[:, 1]):
             check(made(x), made, x)
         check(odd(x := torch.randn(4, 48).to(BF16)), odd, x)  # inputs that 32 does not divide
-        assert layer(64, 40).float()(plain.float()).dtype == torch.float32
+        assert layer(64, 40).half()(plain.half()).dtype == torch.float16
         with pytest.raises(RuntimeError):
             made(plain[:, :32])
         with torch.autocast("cpu", torch.float16):
@@ -198,9 +209,13 @@ def test_it_is_saved_copied_and_pickled_as_a_plain_one(level):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "gains"),
-    [(x, "bf16", x in FEW) for x in LEVELS] + [("amx_bf16", "fp32", False)],
+    [
+        *((x, "bf16", True) for x in LEVELS),
+        *((x, "fp32", x in ("avx2", "avx512")) for x in LEVELS),
+        *((x, "fp16", False) for x in LEVELS),
+    ],
 )
-def test_the_backend_has_it_for_bf16_where_the_cpu_has_it(monkeypatch, name, dtype, gains):
+def test_the_backend_has_it_where_it_gains(monkeypatch, name, dtype, gains):
     compiled()
     monkeypatch.setattr(load(), "level", LEVELS.index(name))
     row = next(r for r in load_plugins().get("intel_amx").capabilities if r.kind == "mha")

@@ -9,7 +9,10 @@ from attn_core.spec.device import parse_device
 from attn_core.testing.plan import plan
 from attn_intel.cpu import build, library
 
-EMULATED = pathlib.Path(__file__).parent / "emulated_tiles.h"
+TILES, VECTORS = (
+    ("-include", str(pathlib.Path(__file__).parent / f"emulated_{what}.h"))
+    for what in ("tiles", "avx512")
+)
 LIBRARIES = {build.KERNELS: None}
 
 
@@ -59,12 +62,14 @@ def build_edited(monkeypatch, folder, *, source=None, levels=None):
 
 
 def emulated_tiles(monkeypatch, folder, source=None):
-    """Compile the AMX level over tiles in plain C; skip where the CPU has no AVX512_BF16."""
-    kernels = library.Kernels(str(compiled()))
-    if kernels.level < library.LEVELS.index("avx512_bf16"):
-        pytest.skip("all but the tiles of the AMX level needs a CPU with AVX512_BF16")
-    flags = (*build.LEVELS["avx512_bf16"], "-include", str(EMULATED))
-    return build_edited(monkeypatch, folder, source=source, levels={"amx_bf16": flags})
+    """Compile the AMX level over tiles in plain C, and AVX-512 too where the CPU lacks it."""
+    below = ("avx512", "avx512_bf16")
+    if library.Kernels(str(compiled())).level >= library.LEVELS.index(below[-1]):
+        levels = {"amx_bf16": (*build.LEVELS[below[-1]], *TILES)}
+    else:
+        vectors = (*build.AVX2, "-Wno-psabi", *VECTORS)
+        levels = dict.fromkeys(below, vectors) | {"amx_bf16": (*vectors, *TILES)}
+    return build_edited(monkeypatch, folder, source=source, levels=levels)
 
 
 def spec():

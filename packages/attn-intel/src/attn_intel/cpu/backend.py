@@ -26,7 +26,7 @@ from attn_core import (
 )
 from torch import Tensor
 
-from attn_intel.cpu.library import Attention, load
+from attn_intel.cpu.library import LEVELS, Attention, load
 from attn_intel.cpu.linear import ROWS, LinearOfFewRows
 
 TYPES: Final = {  # `type` of the header
@@ -66,9 +66,9 @@ class IntelAMX(AttentionBackend):
         return batch.views
 
     def linear_class(self) -> type[torch.nn.Linear] | None:
-        """Return LinearOfFewRows for a model in bf16, where the CPU has products of bfloat16."""
-        gains = self.config.dtype == "bf16" and self._level in ROWS
-        return LinearOfFewRows if gains else None
+        """Return LinearOfFewRows where it is faster than torch at this CPU's level."""
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(self.config.dtype)
+        return LinearOfFewRows if (LEVELS[self._level], dtype) in ROWS else None
 
     def forward(
         self,

@@ -40,12 +40,12 @@ class Linear(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "bias", "out", "parallel")),
         *((name, c_int64) for name in ("rows", "inputs", "outputs")),
-        *((name, c_int32) for name in ("level", "threads")),
+        *((name, c_int32) for name in ("type", "level", "threads")),
     )
 
 
 class Kernels:
-    """The loaded library: the level of this CPU, `attend`, and `linear` from avx512_bf16 on.
+    """The loaded library: the level of this CPU, `attend` and `linear`.
 
     parallel: GOMP_parallel, None in a forked child of the process that loaded it: OpenMP's threads
     stay behind in the parent, and a child that counts on them waits for ever.

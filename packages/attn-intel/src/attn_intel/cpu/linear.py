@@ -1,7 +1,8 @@
-"""Linear layers in bf16 whose products of few rows read the weights once, where they lie."""
+"""Linear layers whose products of few rows read the weights once, where they lie."""
 
 from __future__ import annotations
 
+import math
 from ctypes import byref
 from typing import Final
 
@@ -12,7 +13,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from attn_intel.cpu.library import LEVELS, Linear, load
 
-ROWS: Final = {LEVELS.index("amx_bf16"): 32, LEVELS.index("avx512_bf16"): 8}  # torch has the rest
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 2}  # `type` of the header
+ROWS: Final = {  # at most, of a level and a dtype; torch has the rest
+    ("amx_bf16", torch.bfloat16): 32,
+    ("avx512_bf16", torch.bfloat16): 8,
+    ("avx512", torch.bfloat16): 8,
+    ("avx512", torch.float32): 8,
+    ("avx2", torch.bfloat16): math.inf,  # torch has no fast product for prompts either
+    ("avx2", torch.float32): 16,
+}
 COLUMNS: Final = 32  # inputs are a multiple of it
 
 
@@ -20,7 +29,7 @@ class LinearOfFewRows(nn.Linear):
     """nn.Linear for inference: the same weights and, up to rounding, the same numbers.
 
     A step of a model with few requests does little but read the weights. torch copies them into
-    another order in every call. Anything but few dense rows in bf16 is left to torch.
+    another order in every call. Anything but few dense rows, as ROWS has them, is left to torch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,8 +41,8 @@ class LinearOfFewRows(nn.Linear):
         out = x.new_empty((*x.shape[:-1], outputs))
         call = Linear(
             x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-            out.data_ptr(), kernels.parallel, x.numel() // inputs, inputs, outputs, kernels.level,
-            torch.get_num_threads(),
+            out.data_ptr(), kernels.parallel, x.numel() // inputs, inputs, outputs, TYPES[x.dtype],
+            kernels.level, torch.get_num_threads(),
         )  # fmt: skip
         kernels.linear(byref(call))
         return out
@@ -50,10 +59,10 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     inputs = weight.shape[1]
     return (
         weight.numel() > 0
-        and 0 < x.numel() <= ROWS.get(load().level, 0) * inputs
+        and x.dtype is weight.dtype
+        and 0 < x.numel() <= ROWS.get((LEVELS[load().level], x.dtype), 0) * inputs
         and x.shape[-1] == inputs
         and not inputs % COLUMNS
-        and x.dtype is weight.dtype is torch.bfloat16
         and (x.is_cpu and weight.is_cpu and x.is_contiguous() and weight.is_contiguous())
         and (bias is None or (bias.dtype is x.dtype and bias.is_cpu and bias.is_contiguous()))
         and not torch.is_autocast_enabled("cpu")

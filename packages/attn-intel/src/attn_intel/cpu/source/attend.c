@@ -11,13 +11,11 @@
 #else
 #include "products.h"
 #endif
-#if PAIRS
-#include "linear.h"
-#endif
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 #define NAME(what) PASTE(what, LEVEL)
+#include "linear.h"
 
 /* Rows whose scores are there at a time; whole blocks of a product. */
 enum { BLOCK = LEVEL_NUMBER == 3 ? 32 : 36 };
@@ -171,7 +169,9 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
     /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
-    const int together = rows <= FEW ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
+    const int few = rows <= FEW, together = few ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
+    int whole = a->head_dim == s.k_row && (!a->v || a->v_head_dim == s.v_row);
+    int type = few && whole && !careful && a->kv_type == BF16 ? BF16 : NUMBERS;
     Places at, then;
     locate(a, request, item->first, least(together, item->end - item->first), &at);
     for (int first = item->first; first < item->end; first += together) {
@@ -187,14 +187,14 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
             int64_t head = item->head + h;
             Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
             k_ahead.n = list_ahead(a, item, h, a->k, then.k, a->k_head, next, k_ahead.rows);
-            read_rows(a, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
+            read_rows(a, type, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
             if (a->v) {
                 v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
                 v_ahead.n = list_ahead(a, item, h, a->v, then.v, a->v_head, next, v_ahead.rows);
-                read_rows(a, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row, s.v_rows,
-                          v_rows);
+                read_rows(a, type, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row,
+                          s.v_rows, v_rows);
             }
-            int few = rows <= FEW, turned = LEVEL_NUMBER == 3 && !few && rows <= 16;
+            int turned = LEVEL_NUMBER == 3 && !few && rows <= 16;
             int few_values = few && s.columns % (W * KS) == 0, packed = 0;
             if (!few && !turned) pack_keys(k_rows, n, (int)s.words, s.keys, &k_ahead);
             for (int row = 0; row < rows; row += BLOCK) {
@@ -204,7 +204,7 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                 int columns = columns_seen(a, item, row, some, &tokens);
                 if (!columns) continue;
                 if (few) {
-                    few_scores(rows, n, (int)s.words, q, k_rows, s.scores, KEYS, &k_ahead);
+                    few_scores(type, rows, n, (int)s.words, q, k_rows, s.scores, &k_ahead);
 #if LEVEL_NUMBER == 3
                 } else if (turned) {
                     scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS,
@@ -217,8 +217,8 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                 if (careful) {
                     careful_outputs(some, (int)s.columns, n, s.p, values, x, s.columns);
                 } else if (few_values) {
-                    few_outputs(rows, (int)s.columns, n, s.p, KEYS / KS, values, x, s.columns,
-                                &v_ahead);
+                    few_outputs(type, rows, (int)s.columns, n, s.p, values, x, s.columns,
+                                a->v ? &v_ahead : NULL);
                 } else {
                     if (!packed++)
                         pack_values(values, n, tokens.steps, (int)s.columns, s.values, &v_ahead);

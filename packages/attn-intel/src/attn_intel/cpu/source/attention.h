@@ -51,14 +51,15 @@ typedef struct {
 
 /*
  * A linear layer of few rows: out [rows, outputs] = x [rows, inputs] · weight [outputs, inputs]
- * transposed + bias [outputs], all bfloat16 and dense; bias NULL: none. inputs: a multiple of 32.
+ * transposed + bias [outputs], all dense and of one type, BF16 or F32; bias NULL: none. inputs: a
+ * multiple of 32.
  */
 typedef struct {
-    const uint16_t *x, *weight, *bias;
-    uint16_t *out;
+    const void *x, *weight, *bias;
+    void *out;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int64_t rows, inputs, outputs;
-    int32_t level, threads;
+    int32_t type, level, threads;
 } Linear;
 
 enum { OUTPUTS = 32 }; /* that a thread takes at a time */
@@ -83,9 +84,11 @@ extern uint16_t fp8_as_bf16[2][256]; /* of e4m3 and of e5m2, by their bits */
 FOR_LEVELS(DECLARE)
 
 /*
- * Outputs [first, end) of all rows. turned: x as AMX multiplies by it, round_up(rows, 16) · inputs
- * numbers that `turn_rows` has written before.
+ * Outputs [first, end) of all rows. Types: BF16, below AVX512_BF16 also F32. turned: x as AMX
+ * multiplies by it, round_up(rows, 16) · inputs numbers that `turn_rows` has written before.
  */
+void linear_avx2(const Linear *a, int64_t first, int64_t end);
+void linear_avx512(const Linear *a, int64_t first, int64_t end);
 void linear_avx512_bf16(const Linear *a, int64_t first, int64_t end);
 void linear_amx_bf16(const Linear *a, const uint16_t *turned, int64_t first, int64_t end);
 void turn_rows(const Linear *a, uint16_t *turned);

@@ -219,6 +219,7 @@ __attribute__((visibility("default"))) int64_t attn_attend(const Attention *a) {
 
 typedef struct {
     const Linear *a;
+    void (*multiply)(const Linear *, int64_t, int64_t);
     uint16_t *turned;
     int64_t each;
     atomic_long next;
@@ -231,16 +232,19 @@ static void work_linear(void *data) {
     while ((first = atomic_fetch_add(&share->next, share->each)) < a->outputs) {
         int64_t end = first + share->each < a->outputs ? first + share->each : a->outputs;
         if (share->turned) linear_amx_bf16(a, share->turned, first, end);
-        else linear_avx512_bf16(a, first, end);
+        else share->multiply(a, first, end);
     }
 }
 
-/* Multiply; the level is AVX512_BF16 or AMX_BF16. Each thread reads its part of the weights. */
+/* Multiply. Each thread reads its part of the weights. */
 __attribute__((visibility("default"))) void attn_linear(const Linear *a) {
     int64_t threads = a->parallel ? a->threads : 1;
-    Share share = {a, NULL, round_up((a->outputs + threads - 1) / threads, OUTPUTS), 0};
+    Share share = {.a = a, .each = round_up((a->outputs + threads - 1) / threads, OUTPUTS)};
     threads = (a->outputs + share.each - 1) / share.each;
-    if (a->level == AMX_BF16) /* NULL: there is no memory, the other level needs none */
+    if (a->level == AVX2) share.multiply = linear_avx2;
+    else if (a->level == AVX512 || a->type == F32) share.multiply = linear_avx512;
+    else share.multiply = linear_avx512_bf16;
+    if (a->level == AMX_BF16 && a->type == BF16) /* NULL: there is no memory, the other level needs none */
         share.turned = aligned_alloc(64, 2 * round_up(a->rows, 16) * a->inputs);
     if (share.turned) turn_rows(a, share.turned);
     if (threads > 1) a->parallel(work_linear, &share, (unsigned)threads, 0);

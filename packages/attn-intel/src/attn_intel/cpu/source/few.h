@@ -2,7 +2,17 @@
 #pragma once
 #include "pack.h"
 
-enum { FEW = 6 }; /* rows for which packed numbers would be read once only */
+/*
+ * Rows for which packed numbers would be read once only. Sums of 8 numbers fill the registers with
+ * fewer rows: with them, products of up to 16 rows are as fast from where numbers lie.
+ */
+enum { FEW = W == 8 ? 16 : 6, AT_ONCE = W == 8 ? 4 : FEW };
+enum { NUMBERS = PAIRS ? BF16 : F32 }; /* the type that products take as it is */
+
+/* A vector from the word-th of a row of NUMBERS or, where those are float32, of BF16. */
+INLINE vec load_words(const int type, const char *row, int64_t word) {
+    return type == NUMBERS ? load(row + 4 * word) : from_bf16(row + 2 * word);
+}
 
 /* Add up each of W vectors: number i of the result is the sum of vector i. */
 INLINE vec sums_of_each(vec *x) {
@@ -20,38 +30,47 @@ INLINE vec sums_of_each(vec *x) {
     return x[0];
 }
 
-/* Scores of W keys, of which the first n exist. */
-INLINE void few_scores_of(const int rows, int n, int words, const float *q, int64_t q_row,
-                          const char **keys, float *scores, int64_t scores_row,
-                          const Ahead *ahead, int first) {
-    vec sums[FEW][W];
-    for (int i = 0; i < n; i++) {
-        vec now[FEW];
-        ask_for(ahead, first + i);
-        for (int r = 0; r < rows; r++) now[r] = all(0);
-        for (int word = 0; word < words; word += W) {
-            vec key = load(keys[i] + 4 * word);
-            for (int r = 0; r < rows; r++)
-                now[r] = multiply_add(now[r], load(q + r * q_row + word), key);
+/* Scores of W keys, of which the first n exist. Enough sums at a time hide how long each takes. */
+INLINE void few_scores_of(const int type, const int rows, int n, int words, const float *q,
+                          const char **keys, float *scores, const Ahead *ahead, int first) {
+    enum { EACH = W == 8 ? 4 : 1 };
+    const int each = W == 16 ? 1 : rows <= 2 ? 4 : 2; /* keys at a time */
+    vec sums[AT_ONCE][W + EACH];
+    for (int i = 0; i < n; i += each) {
+        vec now[EACH][AT_ONCE];
+        const char *key[EACH];
+        for (int e = 0; e < each; e++) {
+            if (ahead) ask_for(ahead, first + i + e);
+            key[e] = keys[i + e < n ? i + e : i];
+            for (int r = 0; r < rows; r++) now[e][r] = all(0);
         }
-        for (int r = 0; r < rows; r++) sums[r][i] = now[r];
+        for (int word = 0; word < words; word += W) {
+            vec right[EACH];
+            for (int e = 0; e < each; e++) right[e] = load_words(type, key[e], word);
+            for (int r = 0; r < rows; r++) {
+                vec left = load(q + r * words + word);
+                for (int e = 0; e < each; e++) now[e][r] = multiply_add(now[e][r], left, right[e]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int e = 0; e < each; e++) sums[r][i + e] = now[e][r];
     }
     for (int r = 0; r < rows; r++) {
         for (int i = n; i < W; i++) sums[r][i] = all(0);
-        store(scores + r * scores_row, sums_of_each(sums[r]));
+        store(scores + r * KEYS, sums_of_each(sums[r]));
     }
 }
 
 /* Outputs of `vectors` columns: c [rows, vectors · W] += p · values of n keys. */
-INLINE void few_outputs_of(const int rows, const int vectors, int n, const float *p, int64_t p_row,
-                           const char **values, int64_t column, float *c, int64_t c_row,
-                           const Ahead *ahead) {
-    vec sums[FEW][NV];
+INLINE void few_outputs_of(const int type, const int rows, const int vectors, int n,
+                           const float *p, const char **values, int64_t column, float *c,
+                           int64_t c_row, const Ahead *ahead) {
+    vec sums[AT_ONCE][4];
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < vectors; j++) sums[r][j] = load(c + r * c_row + j * W);
     for (int key = 0; key < n; key += KS) {
-        vec right[NV];
-        if (!column)
+        vec right[4];
+        if (ahead)
             for (int i = key; i < key + KS; i++) ask_for(ahead, i);
 #if PAIRS
         const char *first = values[key] + 2 * column;
@@ -65,10 +84,10 @@ INLINE void few_outputs_of(const int rows, const int vectors, int n, const float
             right[j + 1] = (vec)SHUFFLE(full, a, b, INTERLEAVED(16));
         }
 #else
-        for (int j = 0; j < vectors; j++) right[j] = load(values[key] + 4 * (column + j * W));
+        for (int j = 0; j < vectors; j++) right[j] = load_words(type, values[key], column + j * W);
 #endif
         for (int r = 0; r < rows; r++) {
-            vec left = all(p[r * p_row + key / KS]);
+            vec left = all(p[r * (KEYS / KS) + key / KS]);
             for (int j = 0; j < vectors; j++) sums[r][j] = multiply_add(sums[r][j], left, right[j]);
         }
     }
@@ -76,39 +95,62 @@ INLINE void few_outputs_of(const int rows, const int vectors, int n, const float
         for (int j = 0; j < vectors; j++) store(c + r * c_row + j * W, sums[r][j]);
 }
 
-#define FOR_ROWS(CALL) \
-    switch (rows) { \
-        case 1: CALL(1); break; \
-        case 2: CALL(2); break; \
-        case 3: CALL(3); break; \
-        case 4: CALL(4); break; \
-        case 5: CALL(5); break; \
-        case 6: CALL(6); break; \
-    }
+#if W == 8
+#define CASES_OF_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4)
+#else
+#define CASES_OF_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4) CALL(5) CALL(6)
+#endif
 
-static void few_scores(int rows, int n, int words, const number *q, const char **keys,
-                       float *scores, int64_t scores_row, const Ahead *ahead) {
-    for (int key = 0; key < n; key += W) {
-        int some = n - key < W ? n - key : W;
+INLINE void few_scores_in(const int type, int rows, int n, int words, const number *q,
+                          const char **keys, float *scores, const Ahead *ahead) {
+    for (int key = 0; key < n; key += W)
+        for (int row = 0; row < rows; row += AT_ONCE) {
+            const float *left = (const float *)q + (int64_t)row * words;
+            int some = n - key < W ? n - key : W;
 #define SCORES(R) \
-    few_scores_of(R, some, words, (const float *)q, words, keys + key, scores + key, scores_row, \
-                  ahead, key)
-        FOR_ROWS(SCORES)
-    }
+    case R: \
+        few_scores_of(type, R, some, words, left, keys + key, scores + row * KEYS + key, \
+                      row ? NULL : ahead, key); \
+        break;
+            switch (rows - row < AT_ONCE ? rows - row : AT_ONCE) { CASES_OF_ROWS(SCORES) }
+        }
 }
 
 /* columns: a multiple of 2 · W where products are of pairs. */
-static void few_outputs(int rows, int columns, int n, const number *p, int64_t p_row,
+INLINE void few_outputs_in(const int type, int rows, int columns, int n, const number *p,
+                           const char **values, float *c, int64_t c_row, const Ahead *ahead) {
+    int least = rows <= 2 ? 4 : NV; /* vectors that are enough sums at a time */
+    for (int column = 0, vectors; column < columns; column += vectors * W) {
+        vectors = column + least * W <= columns ? least : KS;
+        for (int row = 0; row < rows; row += AT_ONCE) {
+            const float *left = (const float *)(p + row * KEYS);
+            float *to = c + row * c_row + column;
+            const Ahead *asked = row || column ? NULL : ahead;
+#define OUTPUTS_OF(R, V) \
+    case R * 8 + V: \
+        few_outputs_of(type, R, V, n, left, values, column, to, c_row, asked); \
+        break;
+#if W == 8
+#define OUTPUTS(R) OUTPUTS_OF(R, 1) OUTPUTS_OF(R, 2) OUTPUTS_OF(R, 4)
+#else
+#define OUTPUTS(R) OUTPUTS_OF(R, KS) OUTPUTS_OF(R, NV)
+#endif
+            switch ((rows - row < AT_ONCE ? rows - row : AT_ONCE) * 8 + vectors) {
+                CASES_OF_ROWS(OUTPUTS)
+            }
+        }
+    }
+}
+
+/* type: of keys, and of values, as `load_words` takes it. */
+static void few_scores(int type, int rows, int n, int words, const number *q, const char **keys,
+                       float *scores, const Ahead *ahead) {
+    if (PAIRS || type == NUMBERS) few_scores_in(NUMBERS, rows, n, words, q, keys, scores, ahead);
+    else few_scores_in(BF16, rows, n, words, q, keys, scores, ahead);
+}
+
+static void few_outputs(int type, int rows, int columns, int n, const number *p,
                         const char **values, float *c, int64_t c_row, const Ahead *ahead) {
-    int column = 0;
-    for (; column + PANEL <= columns; column += PANEL) {
-#define OUTPUTS(R) \
-    few_outputs_of(R, NV, n, (const float *)p, p_row, values, column, c + column, c_row, ahead)
-        FOR_ROWS(OUTPUTS)
-    }
-    for (; column < columns; column += W * KS) {
-#define LAST_OUTPUTS(R) \
-    few_outputs_of(R, KS, n, (const float *)p, p_row, values, column, c + column, c_row, ahead)
-        FOR_ROWS(LAST_OUTPUTS)
-    }
+    if (PAIRS || type == NUMBERS) few_outputs_in(NUMBERS, rows, columns, n, p, values, c, c_row, ahead);
+    else few_outputs_in(BF16, rows, columns, n, p, values, c, c_row, ahead);
 }

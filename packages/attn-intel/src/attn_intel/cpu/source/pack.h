@@ -36,12 +36,7 @@ INLINE void read_row(int type, const char *from, int n, int padded, number *to) 
     } else if (type == F16) {
         for (; i + W <= n; i += W) store(to + i, from_fp16(from + 2 * i));
     } else if (type == BF16) {
-        for (; i + W <= n; i += W) {
-            half_vec half;
-            memcpy(&half, from + 2 * i, sizeof half);
-            ivec x = __builtin_convertvector(half, ivec) << 16;
-            store(to + i, (vec)x);
-        }
+        for (; i + W <= n; i += W) store(to + i, from_bf16(from + 2 * i));
     }
     for (; i < n; i++) to[i] = one(type, from, i);
 #endif

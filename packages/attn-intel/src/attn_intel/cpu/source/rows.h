@@ -55,10 +55,10 @@ static void ask_for_tokens(const Attention *a, const void *base, const int64_t *
         __builtin_prefetch((const char *)base + (at[i] + skip) * BYTES[a->kv_type], 0, 2);
 }
 
-/* Read rows where they are not numbers of a product in whole vectors already. */
-static void read_rows(const Attention *a, const void *base, const int64_t *at, int64_t skip,
+/* Read rows, unless they are in whole vectors of `type` already, as products take them. */
+static void read_rows(const Attention *a, int type, const void *base, const int64_t *at, int64_t skip,
                       int n, int dim, int64_t padded, number *copies, const char **rows) {
-    int as_stored = a->kv_type == (PAIRS ? BF16 : F32) && dim == padded;
+    int as_stored = a->kv_type == type && dim == padded;
     for (int i = 0; i < n; i++) {
         const char *from = (const char *)base + (at[i] + skip) * BYTES[a->kv_type];
         rows[i] = as_stored ? from : (const char *)(copies + i * padded);

@@ -45,6 +45,9 @@ INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)
 INLINE vec from_fp16(const void *p) {
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+INLINE vec from_bf16(const void *p) {
+    return (vec)((uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+}
 INLINE float largest(vec x) { return _mm512_reduce_max_ps((__m512)x); }
 INLINE float sum(vec x) { return _mm512_reduce_add_ps((__m512)x); }
 /* yes where a < b, else no */
@@ -69,6 +72,9 @@ INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b
 INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE vec from_fp16(const void *p) {
     return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+INLINE vec from_bf16(const void *p) {
+    return (vec)((uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
 }
 INLINE float largest(vec x) {
     x = larger(x, SHUFFLE(ivec, x, x, 4, 5, 6, 7, 0, 1, 2, 3));
