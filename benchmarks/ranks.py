@@ -234,6 +234,8 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", help="default: fa3 triton on a GPU")
     parser.add_argument("--out", type=pathlib.Path, help="default: in benchmarks/results/")
     args = parser.parse_args()
+    if args.device == "cuda" and args.ranks > torch.cuda.device_count():
+        parser.error(f"{args.ranks} ranks need a GPU each, here are {torch.cuda.device_count()}")
     began = time.monotonic()
     result = rows(args.ranks, args.device, args.backends or BACKENDS[args.device])
     for row in result:

@@ -14,6 +14,12 @@ FIXED = "+fixed"  # behind OURS: one backend for every pass of a role, ATTN_ADAP
 NEW_TOKENS = 145  # of the longer of two runs whose difference is a number of steps
 
 
+def gpus_of(arguments: Mapping[str, Any]) -> int:
+    """Return over how many GPUs an engine with these arguments splits its model."""
+    sizes = ("tp_size", "pp_size", "tensor_parallel_size")
+    return math.prod(arguments.get(name, 1) for name in sizes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Requests, and how much faster than the best built-in backend to be.
@@ -75,8 +81,7 @@ class Configuration:
     @property
     def gpus(self) -> int:
         """Over how many GPUs the model is split."""
-        sizes = ("tp_size", "pp_size", "tensor_parallel_size")
-        return math.prod(self.arguments.get(name, 1) for name in sizes)
+        return gpus_of(self.arguments)
 
     @property
     def batches(self) -> list[int]:

@@ -28,11 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.engines import record
-from benchmarks.engines.configurations import OURS
+from benchmarks.engines.cases import OURS, gpus_of
 from benchmarks.engines.processes import kill, last_error
 from benchmarks.engines.replays import SGLANG, VLLM, Found, serve
-from benchmarks.engines.run import LOGS
-from benchmarks.engines.run import device as gpu_name
+from benchmarks.engines.run import LOGS, devices
 from benchmarks.engines.sglang_engine import QUIET, SHARED
 from benchmarks.results import FOLDER, slug
 
@@ -219,7 +218,13 @@ def compare(args: argparse.Namespace) -> int:
     from benchmarks.engines.soak_model import CONFIG, write_model
 
     names = list(dict.fromkeys(name for kind in args.kinds for name in engines(kind)))
-    gpu = gpu_name() if args.device != "cpu" else "cpu"
+    gpu = "cpu"
+    if args.device != "cpu":
+        gpu, _memory, gpus = devices()
+        for kind in args.kinds:
+            if (needed := gpus_of(KINDS[kind])) > gpus:
+                print(f"{kind} needs {needed} GPUs, here are {gpus}", file=sys.stderr)
+                return 2
     engine = engine_of(args.kinds[0])
     path = args.out or FOLDER / f"{engine}-parallel.{slug(gpu)}.json"
     end, made = time.monotonic() + args.seconds, []

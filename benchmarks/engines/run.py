@@ -8,6 +8,8 @@ Ours and the best built-in backend run again in each further round, in alternati
 "attn_core/fa3" leaves the draft model to fa3; "attn_core+alone" is ours without ATTN_SHARED_PREFIX
 in a configuration that asks for it; "attn_core+fixed" is ours with ATTN_ADAPTIVE=0. A process that
 hangs is killed. What fails is recorded with its last error instead of a time.
+The same command goes on where a run was cut off: what is recorded with the same versions, failures
+too, is left alone. --again, with --backends and --cases, times it anew.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
+import json
 import pathlib
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from benchmarks.engines.configurations import CONFIGURATIONS, OURS, named
 from benchmarks.engines.processes import Settings, Spare, last_error, note_error, stopped
 from benchmarks.results import FOLDER
 
-ONCE = "triton"  # a built-in backend that is the best nowhere here
+ONCE = "triton"  # the best built-in backend only where it is the one that serves
 LOGS = pathlib.Path("build") / "engines"
 LIMIT_S = 240.0  # of a process; its first start on a machine may compile kernels
 
@@ -34,20 +37,22 @@ LIMIT_S = 240.0  # of a process; its first start on a machine may compile kernel
 def processes(
     backends: Sequence[str], rounds: int, best: Callable[[], str | None]
 ) -> Iterator[tuple[str, int]]:
-    """Yield (backend, round). The engine's Triton kernels run once, after the rounds.
+    """Yield (backend, round). The engine's Triton kernels run once, after the rounds of others.
 
     best: the fastest built-in backend by what is recorded when the second round starts.
     """
+    built_in = {name for name in backends if record.split(name)[0] != OURS}
+    once = {ONCE} if built_in > {ONCE} else set()
     for backend in backends:
-        if backend != ONCE:
+        if backend not in once:
             yield backend, 1
     for number in range(2, rounds + 1):
         order = [best(), OURS] if number % 2 == 0 else [OURS, best()]
         for name in order:
-            if name in backends and name != ONCE:
+            if name in backends and name not in once:
                 yield str(name), number
-    if ONCE in backends:
-        yield ONCE, 1
+    for backend in sorted(once):
+        yield backend, 1
 
 
 def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
@@ -133,7 +138,10 @@ def main() -> int:
             for text in (f"--{name}", value)
         ],
     )
-    gpu, gigabytes = device_and_memory()
+    gpu, gigabytes, gpus = devices()
+    for name in args.configurations:
+        if CONFIGURATIONS[name].gpus > max(gpus, 1):
+            parser.error(f"{name} needs {CONFIGURATIONS[name].gpus} GPUs, here are {gpus}")
     command = [sys.executable, "-m", "benchmarks.engines.steps", "--later", engine]
     if args.together:
         paths = {n: args.results / record.file_name(gpu, n) for n in args.configurations}
@@ -152,17 +160,13 @@ def main() -> int:
     return 0
 
 
-def device() -> str:
-    """Return the GPU's name."""
-    return device_and_memory()[0]
-
-
-def device_and_memory() -> tuple[str, float]:
-    """Return the GPU's name and its gigabytes without a CUDA context in this process."""
-    code = "from benchmarks.engines.steps import device, gigabytes; print(device(), gigabytes())"
+def devices() -> tuple[str, float, int]:
+    """Return a GPU's name, its gigabytes and how many there are; no CUDA context is left here."""
+    code = "import json, torch; from benchmarks.engines.steps import device, gigabytes"
+    code += "; print(json.dumps([device(), gigabytes(), torch.cuda.device_count()]))"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    name, found = said.strip().rsplit(" ", 1)
-    return name, float(found)
+    name, memory, count = json.loads(said.strip().splitlines()[-1])
+    return name, memory, count
 
 
 if __name__ == "__main__":

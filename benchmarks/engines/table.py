@@ -25,7 +25,7 @@ Milliseconds of one step of the engine (draft, verification, sampling and schedu
 a prefill, on {device}, {engine}, random weights. `python -m benchmarks.engines.run` measures
 them: medians over the processes of a backend, the smallest and largest time in brackets. "Speed-up"
 is the time of the best built-in backend over ours; "must" and "aim" are what we hold it against.
-Where a backend has not run yet, the speed-up names the one that it is of.
+What has "-" in place of a time was not run yet; the speed-up then names the backend that it is of.
 """
 _PLOT_HEAD = """Time of the best built-in backend over the time of attn_core, whole steps on one
 {device} ([the figures](docs/how-to/sglang.md#step-times)):
@@ -76,13 +76,15 @@ def section(each: Mapping[str, Any], *, named: bool = False) -> str:
             shown = f"{ratio:.2f} of {record.best_peer(record.medians(each, case.name))}"
         rows.append([case.name, *cells, shown, f"{case.must:.2f}", f"{case.aim:.2f}"])
     lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"### {title}\n\n{lines}\n{_errors(each['rows'])}"
+    command = f"`python -m benchmarks.engines.run {each['configuration']}`"
+    return f"### {title}\n\n{command}\n\n{lines}\n{_errors(each['rows'])}"
 
 
 def over_gpus(records: Iterable[Mapping[str, Any]]) -> str:
     """Write one table of every case on several GPUs: its times, or that it was not run."""
     found = list(records)
-    rows = [["engine, model and split", "case", "on", OURS, "best built-in", "speed-up", "must"]]
+    head = ["engine, model and split", "case", "configuration", "on"]
+    rows = [[*head, OURS, "best built-in", "speed-up", "must"]]
     rows += [["---"] * len(rows[0])]
     for name, configuration in CONFIGURATIONS.items():
         if configuration.gpus == 1:
@@ -91,7 +93,9 @@ def over_gpus(records: Iterable[Mapping[str, Any]]) -> str:
         known = [each for each in found if each["configuration"] == name]
         for case in configuration.cases:
             ran = [each for each in known if any(r["case"] == case.name for r in each["rows"])]
-            rows += [[title, case.name, *_over_gpus(each, case)] for each in ran or [{}]]
+            rows += [
+                [title, case.name, f"`{name}`", *_over_gpus(each, case)] for each in ran or [{}]
+            ]
     return "\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n"
 
 

@@ -164,6 +164,41 @@ def test_rounds_alternate_and_triton_runs_once():
     assert [*run.processes([OURS], 2, lambda: "fa3")] == [(OURS, 1), (OURS, 2)]
 
 
+def test_triton_has_all_rounds_where_no_other_built_in_backend_serves():
+    order = [*run.processes([OURS, "triton"], 2, lambda: "triton")]
+    assert order == [(OURS, 1), ("triton", 1), ("triton", 2), (OURS, 2)]
+    assert {*CONFIGURATIONS["dcp2"].peers} == {"triton"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "refused"),
+    [("tp4", 2, True), ("vllm-tp2", 1, True), ("bf16", 0, False), ("tp2", 2, False)],
+)
+def test_a_configuration_of_more_gpus_than_there_are_is_refused(
+    name, gpus, refused, monkeypatch, tmp_path, capsys
+):
+    """Else each of its processes would fail, and the failures would be recorded."""
+    started = []
+    monkeypatch.setattr(run, "devices", lambda: ("Some GPU", 80.0, gpus))
+    monkeypatch.setattr(run.together, "run", lambda *args: started.append(args))
+    monkeypatch.setattr(sys, "argv", ["run", name, "--together", "--results", str(tmp_path)])
+    if refused:
+        with pytest.raises(SystemExit):
+            run.main()
+        assert f"{name} needs {CONFIGURATIONS[name].gpus} GPUs, here are {gpus}" in (
+            capsys.readouterr().err
+        )
+    else:
+        assert run.main() == 0
+    assert bool(started) is not refused
+
+
+def test_the_machine_says_what_it_has():
+    name, gigabytes, gpus = run.devices()
+    assert name
+    assert (gigabytes == float("inf")) == (gpus == 0)
+
+
 def test_a_step_is_the_difference_of_two_runs():
     calls = []
 

@@ -101,6 +101,14 @@ def test_no_engine_starts_without_seconds_left(tmp_path):
     assert said == "not started, no seconds left"
 
 
+def test_kinds_of_more_gpus_than_there_are_start_no_engine(monkeypatch, capsys):
+    monkeypatch.setattr(parallel, "devices", lambda: ("Some GPU", 80.0, 2))
+    monkeypatch.setattr(parallel, "run_one", None)
+    args = argparse.Namespace(kinds=["tp", "dcp4"], device="cuda")
+    assert parallel.compare(args) == 2
+    assert "dcp4 needs 4 GPUs, here are 2" in capsys.readouterr().err
+
+
 def test_prompts_are_replayed_together_alone_and_behind_a_prefix():
     requested = []
 

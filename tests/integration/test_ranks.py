@@ -15,7 +15,7 @@ from ranks import on_ranks
 
 from benchmarks import rank_passes
 from benchmarks.rank_passes import GRAPHS, PASSES
-from benchmarks.ranks import PROBLEMS, Row, attend, choices, judge, judge_choices
+from benchmarks.ranks import PROBLEMS, Row, attend, choices, judge, judge_choices, main
 
 PROBLEM = PROBLEMS["cpu"]
 BACKENDS = ("torch_native", "intel_amx")
@@ -71,6 +71,16 @@ def test_captured_passes_of_two_ranks_replay_other_lengths() -> None:
 def test_ranks_choose_alike() -> None:
     for row in judge_choices(2, on_ranks(2, choices, "cpu")):
         assert row["passed"], row
+
+
+def test_ranks_without_a_gpu_each_do_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["ranks", "--ranks", "4"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "4 ranks need a GPU each, here are 2" in capsys.readouterr().err
 
 
 def wrong_merge(rank: int, size: int) -> dict[Any, Any]:

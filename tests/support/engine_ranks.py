@@ -15,7 +15,8 @@ import torch
 from engine_logits import without_own_kernels
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-from benchmarks.engines.parallel import KINDS, serve_one
+from benchmarks.engines.parallel import KINDS
+from benchmarks.engines.replays import SGLANG, serve
 
 
 def without_pinning(function):
@@ -39,4 +40,5 @@ if __name__ == "__main__":
     kind, backend, model, out = sys.argv[1:]
     if "tp_size" in KINDS[kind]:  # SGLang binds each rank's threads to cores
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
-    pathlib.Path(out).write_text(json.dumps(serve_one(kind, backend, model, "cpu", 0)))
+    found = serve(SGLANG, KINDS[kind], backend, model, "cpu", 0)
+    pathlib.Path(out).write_text(json.dumps(found))

@@ -99,12 +99,17 @@ def test_prompts_without_a_prefix_have_lengths_and_keys_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("drafts", "requests", "tokens", "even"),
-    [(0, 3, 3, True), (0, 3, 6, False), (4, 3, 12, True), (4, 3, 3, True), (4, 3, 6, False),
-     (4, 3, 11, False), (0, 0, 0, False)],
+    ("drafts", "queries", "padded", "even"),
+    [(0, (1, 1, 1), 0, True), (0, (2, 2, 2), 0, False), (4, (4, 4, 4), 0, True),
+     (4, (1, 1, 1), 0, True), (4, (2, 2, 2), 0, False), (4, (4, 4, 3), 0, False),
+     (4, (4, 4, 0), 4, True), (4, (4, 0, 0, 0), 0, False), (4, (4, 4, *[0] * 6), 0, False),
+     (0, (), 0, False)],
 )  # fmt: skip
-def test_even_passes_are_decode_and_whole_chains(drafts, requests, tokens, even):
-    assert builder(Plans(), drafts).is_even(requests, tokens) is even
+def test_even_passes_are_decode_and_whole_chains(drafts, queries, padded, even):
+    """As many tokens as requests are no decode pass where requests without tokens pad it."""
+    made = common(queries, (9,) * len(queries) or (0,))
+    tokens = sum(queries) + padded
+    assert builder(Plans(), drafts).is_even(made, len(queries), tokens) is even
 
 
 def test_host_lengths_are_exact_and_hold_the_queries_of_padding():

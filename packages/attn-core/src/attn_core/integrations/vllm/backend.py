@@ -186,7 +186,7 @@ class Builder(AttentionMetadataBuilder[Pass]):
         first, prefills, tokens, _rest = split_decodes_and_prefills(
             common, self.reorder_batch_threshold, require_uniform=True
         )
-        if not self.passes.is_even(first, tokens):
+        if not self.passes.is_even(common, first, tokens):
             first, prefills, tokens = 0, common.num_reqs, 0
         parts = []
         if first:

@@ -93,7 +93,7 @@ class LatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata[LatentDecode]]):
         requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
         if not requests:
             return metadata
-        if self.passes.is_even(requests, tokens):
+        if self.passes.is_even(common_attn_metadata, requests, tokens):
             part = self.passes.even(common_attn_metadata, requests, tokens)
         else:
             part = self.passes.ragged(common_attn_metadata, slice(0, requests))

@@ -86,10 +86,16 @@ class PassBuilder:
             self._dispatcher = self._create()
         return self._dispatcher
 
-    def is_even(self, requests: int, tokens: int) -> bool:
-        """Say whether so many tokens are a decode pass, or a verify pass, of the requests."""
+    def is_even(self, common: Any, requests: int, tokens: int) -> bool:
+        """Say whether a pass's first tokens are decode, or verification, of its first requests.
+
+        As many tokens as requests do not say so: requests without tokens may pad a pass, and then
+        the first one has more than its share.
+        """
         queries, rest = divmod(tokens, requests) if requests else (0, 0)
-        return rest == 0 and queries in (1, self.drafts) and queries > 0
+        if rest or not queries or queries not in (1, self.drafts):
+            return False
+        return int(common.query_start_loc_cpu[1]) == queries
 
     def even(self, common: Any, requests: int, tokens: int) -> Part:
         """Plan decode or verification of a pass's first requests.
@@ -109,7 +115,7 @@ class PassBuilder:
     def capture(self, common: Any) -> Part:
         """Plan a pass that a graph captures; one of the same tensors keeps the first one's plan."""
         requests, tokens = common.num_reqs, common.num_actual_tokens
-        if not self.is_even(requests, tokens):
+        if not self.is_even(common, requests, tokens):
             raise UnsupportedError(
                 f"a captured pass of {tokens} tokens of {requests} requests on attn_core, which "
                 "captures decode and verification; choose a cudagraph_mode of FULL_DECODE_ONLY, "
