@@ -152,7 +152,7 @@ def test_requests_that_begin_with_one_page_have_their_own_lengths():
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_scores_that_are_all_negative_count(window):
-    """By the library's decode operator a window loses them: parts left out count as a score of 0."""
+    """With a window the decode operator loses them: it takes parts left out for a score of 0."""
     layer = AttentionLayer(
         layer_id=0, num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64, scale=0.125,
         sliding_window=window,
