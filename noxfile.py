@@ -173,11 +173,12 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session
 def ipex(session: nox.Session) -> None:
-    """Check ipex over intel-extension-for-pytorch itself, beside torch 2.8: 6 GB on disk, kept."""
+    """Check ipex over the real library, and the other CPU backends, on the oldest torch: 7 GB."""
     local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
     session.install(*local, *TOOLS, *IPEX)
     session.run("attn", "check", "ipex", *session.posargs, env={"OMP_NUM_THREADS": "1"})
-    run_tests(session, "tests/conformance/test_ipex.py", "tests/conformance/test_torch_native.py")
+    session.run("attn", "check", "--quick", env={"OMP_NUM_THREADS": "1"})
+    run_tests(session, "tests/conformance/test_ipex.py")
 
 
 def check_platform(

@@ -52,7 +52,7 @@ def attn_register_backends() -> Sequence[BackendSpec]:
             capabilities=rows.ipex(),
             matrix_deviations={
                 "mha.backend": "the documented matrix has no row for intel-extension-for-pytorch, "
-                "which its issue tracker names as a library of CPU kernels",
+                "an archived library of CPU kernels for torch 2.8; it is taken by name",
             },
         ),
     ]
