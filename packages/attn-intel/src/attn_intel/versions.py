@@ -1,4 +1,4 @@
-"""Which kernels of intel_amx and intel_xpu are here, and which go with which torch."""
+"""Which kernels of intel_amx, intel_xpu and ipex are here, and which go with which torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_intel.cpu.build import COMMAND, KERNELS, compiled_library
 
 @hookimpl
 def attn_register_pins() -> Sequence[Pin]:
-    """Return the pins of intel_amx's compiled kernels and of vllm-xpu-kernels."""
+    """Return the pins of intel_amx's compiled kernels and of two libraries."""
     return [
         Pin(
             distribution=KERNELS,
@@ -26,6 +26,12 @@ def attn_register_pins() -> Sequence[Pin]:
             torch="==2.14.*",
             version="==0.1.16.2",
             why="built for torch 2.14.0+xpu",
+        ),
+        Pin(
+            distribution="intel-extension-for-pytorch",
+            torch="==2.8.*",
+            version="==2.8.0",
+            why="the last release, which imports beside torch 2.8 alone",
         ),
     ]
 

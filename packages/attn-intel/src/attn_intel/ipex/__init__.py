@@ -1,0 +1,1 @@
+"""intel-extension-for-pytorch, an archived library of kernels for x86 CPUs."""
