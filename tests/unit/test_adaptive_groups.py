@@ -109,9 +109,7 @@ def noted(monkeypatch):
 
 
 def registry(row=ROW):
-    specs = [
-        BackendSpec(name=n, capabilities=[row], create="noting_backend:Noting") for n in NAMES
-    ]
+    specs = [BackendSpec(name=n, capabilities=[row], create="noting_backend:Noting") for n in NAMES]
     return Registry(backends={("softmax", s.name): s for s in specs})
 
 

@@ -15,6 +15,8 @@ from attn_core.model_config.keys import Keys, brief
 from attn_core.model_config.latent import latent_layers
 from attn_core.spec.requirements import LayerRequirements
 
+MOST_LAYERS = 4096  # that are listed one by one
+
 
 def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequirements, ...]:
     """Return the distinct layers of a decoder (or of an encoder-only model), first seen first.
@@ -102,7 +104,7 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
         return ["full", "cross"]
     if family.period:
         period = (keys.count(family.period_key) if family.period_key else None) or family.period
-        depth = min(period, keys.count("num_hidden_layers") or period)
+        depth = min(keys.count("num_hidden_layers") or period, MOST_LAYERS)
         return [family.inner if (i + 1) % period else "full" for i in range(depth)]
     if not family.windowed or _window(keys) is None:
         return ["full"]
