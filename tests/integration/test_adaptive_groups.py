@@ -22,17 +22,20 @@ from attn_core.model_config import requirements_from_config
 from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import probe_cpu
-from tiny_models import MIXED, NEW, W, generate, inputs_of, tiny
+from tiny_models import MIXED, W, generate, inputs_of, tiny
 
-PAGE = 16
+PAGE, NEW = 16, 6
 LAYERS = {"num_hidden_layers": 6, "layer_types": [*MIXED["layer_types"][:1] * 5, "full_attention"]}
 SIZES = [Pass.even("decode", b, n) for b in (1, 8) for n in (8, 128)]
 SIZES += [Pass.even("prefill", b, n, q) for b in (1, 8) for n in (8, 128) for q in (1, n)]
 
 
 @pytest.fixture
-def registry() -> Registry:
-    """torch_native, and the plain reference of the tests as a plugin."""
+def registry(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """torch_native, and the plain reference of the tests as a plugin; costs are in tuned.json."""
+    monkeypatch.setenv("ATTN_PROFILE", str(tmp_path / "tuned.json"))
+    workload = {"prompts": {"16": 1}, "requests": {"2": 1}, "output": NEW}
+    monkeypatch.setenv("ATTN_WORKLOAD", json.dumps(workload))
     native = load_plugins().get("torch_native")
     row = Capabilities(
         kind="mha", device="any", dtypes={"fp32"}, kv_dtypes={"fp32"}, priority=1, lse=True,
@@ -56,17 +59,14 @@ def measured(path: Any, registry: Registry, model: Any, plan: float | None) -> N
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text"])
 def test_tokens_are_those_of_one_backend_and_groups_are_counted(
-    name: str, registry: Registry, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, registry: Registry, tmp_path: Any
 ) -> None:
     model, inputs = tiny(name, **LAYERS), inputs_of(name)
-    monkeypatch.setenv("ATTN_PROFILE", str(tmp_path / "tuned.json"))
-    workload = {"prompts": {"16": 1}, "requests": {"2": 1}, "output": NEW}
-    monkeypatch.setenv("ATTN_WORKLOAD", json.dumps(workload))
     measured(tmp_path / "tuned.json", registry, model, plan=5.0)
     taken = {}
     for adaptive in (False, True):
         with enable(model, page_size=PAGE, adaptive=adaptive, registry=registry) as engine:
-            tokens = generate(model, inputs)
+            tokens = generate(model, inputs, max_new_tokens=NEW)
             kinds = engine.dispatcher.passes
             taken[adaptive] = tokens, {(k.role, k.backend, "window" in k.group) for k in kinds}
             if adaptive:
@@ -85,10 +85,9 @@ def test_tokens_are_those_of_one_backend_and_groups_are_counted(
 
 @pytest.mark.parametrize("plan", [None, 100.0])
 def test_one_backend_takes_all_layers_where_a_plan_costs_more_or_is_not_measured(
-    plan: float | None, registry: Registry, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    plan: float | None, registry: Registry, tmp_path: Any
 ) -> None:
     model = tiny("gpt_oss", **LAYERS)
-    monkeypatch.setenv("ATTN_PROFILE", str(tmp_path / "tuned.json"))
     measured(tmp_path / "tuned.json", registry, model, plan)
     with enable(model, page_size=PAGE, registry=registry) as engine:
         assert not engine.selection.alternatives
