@@ -70,10 +70,13 @@ class Expected:
             "measured": self.measured,
             "covered": self.covered,
             "passes": [
-                {"pass": str(p.size), "weight": p.weight, **p.estimate._asdict()}
-                for p in self.parts
+                {"pass": str(p.size), "weight": p.weight, **_plain(p.estimate)} for p in self.parts
             ],
         }
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    return {name: getattr(estimate, name) for name in ("us", "low", "high", "measured")}
 
 
 def micros(us: float) -> str:
