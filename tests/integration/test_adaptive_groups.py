@@ -39,7 +39,7 @@ def registry(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Registry:
     native = load_plugins().get("torch_native")
     row = Capabilities(
         kind="mha", device="any", dtypes={"fp32"}, kv_dtypes={"fp32"}, priority=1, lse=True,
-        sliding_window=True, sinks=True, logit_cap=True,
+        sliding_window=True, sinks=True, logit_cap=True, needs_host_lengths=True,
     )  # fmt: skip
     plain = BackendSpec(name="plain", capabilities=[row], create="reference:Reference")
     return Registry(backends={("softmax", s.name): s for s in (native, plain)})
