@@ -171,13 +171,13 @@ class Planner:
     def _backends(self, batch: ForwardBatch, pick: Pick | None) -> tuple[AttentionBackend, ...]:
         if pick is None:
             return (self._of(batch),)
-        routes = pick.routes if type(pick) is GroupRoutes else (pick,)
+        routes = pick.routes if isinstance(pick, GroupRoutes) else (pick,)
         return tuple(route.backend for route in routes)
 
     def _planned(self, batch: ForwardBatch, pick: Pick | None, method: str) -> Metadata:
         if pick is None:
             return self._plan(self._of(batch), batch, method)
-        if type(pick) is not GroupRoutes:
+        if not isinstance(pick, GroupRoutes):
             return Planned(pick, self._plan(pick.backend, batch, method))
         plans = {x: Planned(x, self._plan(x.backend, batch, method)) for x in pick.routes}
         return GroupPlans(pick, plans)
@@ -192,7 +192,7 @@ class Planner:
         self, batch: ForwardBatch, pick: Pick | None, size: Bucket, *, captured: bool
     ) -> None:
         role = ROLE_OF_MODE[batch.forward_mode]
-        if type(pick) is GroupRoutes:
+        if isinstance(pick, GroupRoutes):
             for group, route in pick.by_group:
                 self.trace.count(role, route.backend.config.name, size, captured, group)
         else:
