@@ -141,7 +141,7 @@ def profile(reports: Sequence[Report], own: Profile) -> Profile:
 
 def rounded(cost: Cost) -> Cost:
     """Return a cost of few digits: every start of attn-core reads what ships."""
-    return Cost(*(float(f"{x:.{DIGITS}g}") for x in cost))
+    return Cost(*(None if x is None else float(f"{x:.{DIGITS}g}") for x in cost))
 
 
 def text_of(made: Profile) -> str:

@@ -1,6 +1,7 @@
 """Passes of SGLang go to the backend that was measured fastest for their size."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from attn_core.plugins.registry import Registry
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.device import probe_cpu
 from engine_passes import Pass as EnginePass
-from engine_passes import attention, error, mha_pool, runner
+from engine_passes import attention, error, mha_pool, runner, swa_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 PAGE = 16
 ROW = Capabilities(
     kind="mha", device="any", dtypes={"fp32"}, kv_dtypes={"fp32"}, priority=1, lse=True,
-    max_verify_topk=1, needs_host_lengths=True,
+    max_verify_topk=1, needs_host_lengths=True, sliding_window=True,
 )  # fmt: skip
 FORM = Form(q_heads=4, kv_heads=2, head_dim=32, v_head_dim=32, page_size=PAGE, dtype="fp32",
             store="fp32")  # fmt: skip
@@ -33,8 +34,14 @@ def us(name, x):
     return 1.0 + x.kv_tokens / 10 if name == "quick" else 10.0 + x.kv_tokens / 100
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
+def by_group(name, x):
+    """`quick` is fast in layers with a window, `steady` in those without."""
+    return lambda form: 10.0 if (name == "quick") == (form.window is not None) else 100.0
+
+
+@pytest.fixture(params=[((FORM,), lambda name, x: lambda form: us(name, x))])
+def measured(tmp_path, monkeypatch, request):
+    forms, time = request.param
     specs = [
         BackendSpec(name=n, capabilities=[ROW],
                     create="attn_core.backends.torch_native.backend:TorchNative")
@@ -42,9 +49,10 @@ def measured(tmp_path, monkeypatch):
     ]  # fmt: skip
     registry = Registry(backends={("softmax", s.name): s for s in specs})
     costs = {
-        Key(s.name, "", FORM, x): Cost(us(s.name, x), us(s.name, x), us(s.name, x), 0.0)
+        Key(s.name, "", form, x): Cost(*[time(s.name, x)(form)] * 3, 0.0, 5.0)
         for s in specs
         for x in SIZES
+        for form in forms
     }
     env = environment(registry, probe_cpu())
     store.write(tmp_path / "tuned.json", Profile(environment=env, costs=costs, date="2026-11-25"))
@@ -84,6 +92,26 @@ def test_decode_and_prefill_take_other_backends_for_other_sizes(measured):
     assert grown(backend, run, prompts, module) == {("prefill", "steady")}
     short = EnginePass(ForwardMode.EXTEND, (3,), (0,), (9,))
     assert grown(backend, run, short, module) == {("prefill", "quick")}
+
+
+WINDOWED = replace(FORM, window=8)
+
+
+@pytest.mark.parametrize("measured", [((FORM, WINDOWED), by_group)], indirect=True)
+def test_layers_with_a_window_take_another_backend_of_the_same_pass(measured):
+    torch.manual_seed(0)
+    window, plain = attention(0, sliding_window_size=7), attention(1)
+    run = runner([window, plain], swa_pool(page=PAGE), PAGE)
+    backend = AttnCoreBackend(run)
+    prompt = EnginePass(ForwardMode.EXTEND, (3, 1), (20, 0), (9, 9))
+    for made in (decode((3, 5), (9, 70)), prompt):
+        assert error(backend, run, made, window, window=8) < 1e-5
+        assert error(backend, run, made, plain) < 1e-5
+    assert {(k.role, k.backend, k.group) for k in backend.dispatcher.passes} == {
+        (role, name, form.layer)
+        for role in ("decode", "prefill")
+        for name, form in (("quick", WINDOWED), ("steady", FORM))
+    }
 
 
 def test_a_variable_turns_it_off(measured, monkeypatch):

@@ -363,7 +363,7 @@ def test_passes_are_sent_to_a_counter_once():
         trace.count("decode", "fa3", (5, 11, 1), True)
     assert sender.send()
     assert sender.send()
-    key = ("model", "decode", "fa3", "16", "1024", "1", "True")
+    key = ("model", "decode", "fa3", "16", "1024", "1", "True", "")
     assert counter.values == {key: 3}
     trace.count("decode", "fa3", (5, 11, 1), True)
     sender.send()

@@ -30,9 +30,11 @@ FORM = Form(q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=64)
 GRID = [Pass.even("decode", b, n) for b in (1, 16, 64) for n in (1024, 4096, 16384)]
 
 
-def profile_of(time, sizes=GRID, form=FORM, spread=0.0, **more):
+def profile_of(time, sizes=GRID, form=FORM, spread=0.0, plan=None, **more):
     costs = {
-        Key("a", "", form, x): Cost(time(x), time(x) * (1 - spread), time(x) * (1 + spread), 0.0)
+        Key("a", "", form, x): Cost(
+            time(x), time(x) * (1 - spread), time(x) * (1 + spread), 0.0, plan and plan(x)
+        )
         for x in sizes
     }
     return Profile(costs=costs, date="2026-11-20T10:00:00+00:00", **more)
@@ -304,6 +306,21 @@ def test_a_file_of_another_environment_is_replaced(tmp_path):
     other = Profile(environment={"device": "y"}, date="2026-11-23T10:00:00+00:00")
     store.write(path, other)
     assert store.read_profile(path) == other
+
+
+def test_a_plan_has_a_cost_of_its_own_where_it_was_measured():
+    """Between points it is that of the nearest ones; files of before have none."""
+    plans = profile_of(affine, plan=lambda x: 20.0 + x.requests)
+    assert estimate(plans, GRID[0]).plan_us == 21.0
+    assert 20.0 < estimate(plans, Pass.even("decode", 3, 2000)).plan_us < 90.0
+    assert Profile.from_json(json.loads(json.dumps(plans.to_json()))) == plans
+    without = profile_of(affine)
+    assert estimate(without, Pass.even("decode", 3, 2000)).plan_us is None
+    (series,) = without.to_json()["series"]
+    assert {len(point) for point in series["points"]} == {8}
+    series["points"][0].append(-1.0)
+    with pytest.raises(UsageError, match="of a plan, of 0 or more"):
+        Profile.from_json(without.to_json() | {"series": [series]})
 
 
 JUNK = (None, True, -1, 0, 1e400, float("nan"), "", "x" * 400, [], {}, [[]], 1 << 60, "\udcff")

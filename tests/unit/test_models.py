@@ -908,3 +908,28 @@ def test_an_indexer_is_of_sparse_layers_that_do_not_share():
         mla(4, kind="dsa", index_topk=2048, index_heads=4, shares_topk=True)
     with pytest.raises(UsageError, match=r"index_topk 0 .expected 1 or more"):
         mla(4, kind="dsa", index_topk=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("gpt-oss-20b", {128: 12, None: 12}),
+        ("gemma-2-9b", {4096: 21, None: 21}),
+        ("gemma-3-1b", {512: 22, None: 4}),  # every sixth of 26 is full
+        ("llama-3.1-8b", {None: 32}),
+        ("deepseek-v3", {None: 61}),
+    ],
+)
+def test_how_many_layers_a_group_has_weighs_costs(name, numbers):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    layers = requirements_from_config(config).layers
+    assert {x.sliding_window: x.num_layers for x in layers} == numbers
+    assert layers == tuple(replace(x, num_layers=None) for x in layers)  # the same needs
+    fewer = {k: v for k, v in config.items() if k not in ("num_hidden_layers", "layer_types")}
+    for x in requirements_from_config(fewer).layers:
+        assert x.num_layers is None
+
+
+def test_a_number_of_layers_is_checked():
+    with pytest.raises(UsageError, match="num_layers 0"):
+        LayerRequirements(num_layers=0)

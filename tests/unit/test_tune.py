@@ -31,6 +31,7 @@ from attn_core.costs.shapes import Form, Pass
 from attn_core.costs.workload import Workload
 from attn_core.errors import UsageError
 from attn_core.measure import compiling, inputs
+from attn_core.measure import prepare as preparing
 from attn_core.measure import session as sessions
 from attn_core.measure.candidates import Job, jobs
 from attn_core.measure.inputs import build
@@ -155,10 +156,10 @@ def test_the_check_sees_one_key_too_few(registry):
     (native,) = [c for c in job.candidates if c.spec.name == "torch_native"]
     for size in (Pass.even("prefill", 2, 40, 10), Pass.even("decode", 3, 17)):
         inputs = build(replace(job.form, window=8), size, CPU)
-        good = sessions.prepare(native, inputs, None, Spent())().clone()
+        good = preparing.prepare(native, inputs, None, Spent()).call().clone()
         inputs.check(good, rounds=False)
         short = replace(inputs, layer=replace(inputs.layer, sliding_window=7))
-        wrong = sessions.prepare(native, short, None, Spent())()
+        wrong = preparing.prepare(native, short, None, Spent()).call()
         with pytest.raises(CheckFailed, match="error"):
             inputs.check(wrong, rounds=False)
         good[-1, 0, 0] = torch.nan
@@ -342,18 +343,18 @@ def test_preparing_draws_once_checks_once_and_collects_nothing(registry, monkeyp
 
 
 def test_what_each_part_of_preparing_takes_is_told_apart(registry, monkeypatch):
-    kept = sessions.create_backend
+    kept = preparing.create_backend
 
     def slow(*args):
         time.sleep(0.2)
         return kept(*args)
 
-    monkeypatch.setattr(sessions, "create_backend", slow)
+    monkeypatch.setattr(preparing, "create_backend", slow)
     (step,), _ = run(planned(registry)[:1])
     taken = step.spent.by_backend()
     names = {c.spec.name for c in step.job.candidates}
     assert taken.keys() == names | {"all"}
-    assert {*taken.pop("all")} == {"inputs", "compare", "rounds", "release"}
+    assert {*taken.pop("all")} == {"inputs", "compare", "rounds", "plans", "release"}
     assert {*taken["torch_native"]} == {"create", "plan", "first call", "check"}
     assert all(0.2 <= taken[name]["create"] < 20 for name in names)
 
@@ -588,7 +589,7 @@ def test_rounds_that_were_disturbed_are_repeated_once_and_the_calmer_ones_count(
 
 def test_a_cost_is_the_median_with_its_quartiles():
     samples = [(float(x), 2.0) for x in (5, 1, 9, 2, 3)]
-    assert cost_of(samples) == (3.0, 2.0, 5.0, 2.0)
+    assert cost_of(samples) == Cost(3.0, 2.0, 5.0, 2.0)
     assert cost_of([(1.0, 5.0), (1.0, 3.0), (1.0, 9.0)]).host_us == 3.0
     assert statistics.median(x for x, _ in samples) == 3.0
     assert not certain({"a": [(1.0, 0)] * 4, "b": [(2.0, 0)] * 4})

@@ -245,6 +245,22 @@ def test_what_compiles_while_tuning_is_no_tuning(candidates, monkeypatch):
     assert "compiling 1.0 s" in str(Spent({("a", "compiling"): 1.0}))
 
 
+def test_a_plan_is_timed_beside_the_passes(candidates, monkeypatch):
+    kept = TorchNative.init_forward_metadata
+
+    def plan(self, batch):
+        time.sleep(0.004)
+        return kept(self, batch)
+
+    monkeypatch.setattr(TorchNative, "init_forward_metadata", plan)
+    (native,) = candidates(lambda out, batch: None, "torch_native")
+    job = Job(FORM, Pass.even("decode", 1, 20), (native,))
+    (step,) = session([job], Profile(), {"device": "x"}, CPU, arch=None, minutes=1)
+    (cost,) = step.profile.costs.values()
+    assert cost.plan_us > 4000
+    assert cost.us < cost.plan_us  # a call has no part in it, nor it in a call
+
+
 def test_what_takes_long_every_time_is_no_compiling(monkeypatch):
     monkeypatch.setattr(spents, "LONG_S", 0.02)
     spent = Spent()

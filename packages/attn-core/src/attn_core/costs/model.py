@@ -22,13 +22,14 @@ class Estimate(NamedTuple):
     """Expected microseconds of one call of one layer and their bounds.
 
     measured: passes of this very form were measured; else its heads, dims, pages or drafts are
-    the nearest.
+    the nearest. plan_us: of planning the pass for such layers, None where not measured.
     """
 
     us: float
     low: float
     high: float
     measured: bool
+    plan_us: float | None = None
 
 
 _Axes = tuple[float, ...]
@@ -123,12 +124,12 @@ class CostModel:
     ) -> Estimate:  # fmt: skip
         """Return what was measured of this very pass, else what lies on the surface of its kind."""
         if far == 0 and size in points:
-            us, low, high, host = points[size]
+            us, low, high, host, plan = points[size]
         else:
-            us, low, high, host = self._surface(kind).at(_filled(asked, measured), size)
+            us, low, high, host, plan = self._surface(kind).at(_filled(asked, measured), size)
         if not graphs:
             us, low, high = self._hosts.us(us, host), max(low, host), max(high, host)
-        return Estimate(us, min(low, us), max(high, us), measured=far == 0)
+        return Estimate(us, min(low, us), max(high, us), far == 0, plan)
 
 
 def _filled(asked: Form, measured: Form) -> Form:

@@ -27,13 +27,16 @@ class Cost(NamedTuple):
     """Measured microseconds of one call of one layer.
 
     us: the device's time, the median of all rounds; low, high: the quartiles. On a CPU it is the
-    time of the call. host_us: the least that the host takes until the call returns.
+    time of the call. host_us: the least that the host takes until the call returns. plan_us: the
+    least that planning the pass takes, on the host or the device, whichever is longer; None: not
+    measured.
     """
 
     us: float
     low: float
     high: float
     host_us: float
+    plan_us: float | None = None
 
 
 class Key(NamedTuple):
@@ -97,7 +100,9 @@ class Profile:
         passes: dict[tuple[Form, Pass], list[Cost]] = {}
         for key, cost in self.costs.items():
             passes.setdefault((key.form, key.size), []).append(cost)
-        pairs = [sorted(costs)[:2] for costs in passes.values() if len(costs) > 1]
+        pairs = [
+            sorted(costs, key=lambda x: x[:4])[:2] for costs in passes.values() if len(costs) > 1
+        ]
         sure = sum(a.high < b.low or b.us <= (1 + TIE) * a.us for a, b in pairs)
         return sure, len(pairs)
 
@@ -129,7 +134,7 @@ class Profile:
         """Return plain data; points of one backend, row, form and kind of pass share an entry."""
         series: dict[tuple[Any, ...], list[list[float]]] = {}
         for (name, row, form, size), cost in self.costs.items():
-            point = [size.requests, size.kv_tokens, size.longest, size.queries, *cost]
+            point = [*_sizes(size), *(x for x in cost if x is not None)]
             series.setdefault((name, row, form, size.phase, size.drafts, size.tree), []).append(
                 [round(x, 3) for x in point]
             )
@@ -199,15 +204,17 @@ def _costs(series: list[Any]) -> Iterator[tuple[Key, Cost]]:
         total += len(points)
         _need(total <= MOST_POINTS, f"at most {MOST_POINTS} points", total)
         for point in points:
-            _need(isinstance(point, list) and len(point) == 8, "a point of 8 numbers", point)
+            listed = isinstance(point, list) and len(point) in (8, 9)
+            _need(listed, "a point of 8 or 9 numbers", point)
             times = point[4:]
             for value in times:
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 _need(number and math.isfinite(value), "a finite number of µs", value)
-            us, low, high, host = map(float, times)
-            _need(0 < low <= us <= high <= MOST_US, "0 < low <= µs <= high", times)
-            _need(0 <= host <= MOST_US, "the host's µs of 0 or more", host)
-            yield Key(backend, row, form, _size(point[:4], kind)), Cost(us, low, high, host)
+            cost = Cost(*map(float, times))
+            _need(0 < cost.low <= cost.us <= cost.high <= MOST_US, "0 < low <= µs <= high", times)
+            for value in times[3:]:  # of the host, of a plan
+                _need(0 <= value <= MOST_US, "µs of the host, and of a plan, of 0 or more", value)
+            yield Key(backend, row, form, _size(point[:4], kind)), cost
 
 
 def _entry(entry: Any) -> tuple[str, str, Form, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -70,13 +70,25 @@ class Form:
             far += NEAR[f.name] * abs(math.log2(asked / have))
         return far
 
-    def __str__(self) -> str:
+    @property
+    def layer(self) -> str:
+        """The layer in words, without its cache: "64/8 heads of 64, window 128, sinks"."""
+        return ", ".join([self._heads, *self._features])
+
+    @property
+    def _heads(self) -> str:
         dims = f"{self.head_dim}" + (
             f"/{self.v_head_dim}" if self.v_head_dim != self.head_dim else ""
         )
-        parts = [self.kind, f"{self.q_heads}/{self.kv_heads} heads of {dims}", self.store]
-        parts += [f"window {self.window}"] * (self.window is not None)
-        parts += ["soft cap"] * self.logit_cap + ["sinks"] * self.sinks
+        return f"{self.q_heads}/{self.kv_heads} heads of {dims}"
+
+    @property
+    def _features(self) -> list[str]:
+        parts = [f"window {self.window}"] * (self.window is not None)
+        return parts + ["soft cap"] * self.logit_cap + ["sinks"] * self.sinks
+
+    def __str__(self) -> str:
+        parts = [self.kind, self._heads, self.store, *self._features]
         parts += [f"pages of {self.page_size}"] * (self.page_size is not None)
         parts += ["deterministic"] * self.deterministic
         return ", ".join(parts)
@@ -150,7 +162,26 @@ def row_key(row: Capabilities) -> str:
 
 def forms(needs: Requirements, page_size: int | None) -> tuple[Form, ...]:
     """Return the form of each distinct layer over the cache; () if one is of no measured kind."""
-    return tuple(dict.fromkeys(_forms(needs, page_size))) if _measurable(needs) else ()
+    return tuple(numbers(needs, page_size))
+
+
+def numbers(needs: Requirements, page_size: int | None) -> dict[Form, int | None]:
+    """Return form → how many layers have it, None where that is not known; as `forms`."""
+    found: dict[Form, int | None] = {}
+    for layer in needs.softmax_layers if _measurable(needs) else ():
+        form, n = form_of(layer, needs, page_size), layer.num_layers
+        before = found.get(form, 0)
+        found[form] = None if n is None or before is None else before + n
+    return found
+
+
+def shares(needs: Requirements, page_size: int | None) -> dict[Form, float]:
+    """Return form → its share of the layers; equal shares where one number is not known."""
+    found = numbers(needs, page_size)
+    counts = {form: n or 0 for form, n in found.items()}
+    if not all(counts.values()):
+        counts = dict.fromkeys(found, 1)
+    return {form: n / sum(counts.values()) for form, n in counts.items()}
 
 
 def _measurable(needs: Requirements) -> bool:
@@ -163,20 +194,20 @@ def _plain(x: LayerRequirements) -> bool:
     return x.kind in ("mha", "mla") and not (x.encoder or x.cross or x.dual_chunk)
 
 
-def _forms(needs: Requirements, page_size: int | None) -> Iterator[Form]:
-    for x in needs.softmax_layers:
-        latent = x.kind == "mla"
-        yield Form(
-            kind=x.kind,
-            q_heads=x.num_q_heads,
-            kv_heads=1 if latent else x.num_kv_heads,
-            head_dim=x.head_dim,
-            v_head_dim=x.v_head_dim or x.head_dim,
-            window=x.sliding_window,
-            logit_cap=x.logit_cap is not None,
-            sinks=x.sinks,
-            dtype=needs.dtype,
-            store=needs.store_dtype,
-            page_size=page_size,
-            deterministic=needs.deterministic,
-        )
+def form_of(x: LayerRequirements, needs: Requirements, page_size: int | None) -> Form:
+    """Return the form of a softmax layer over the cache."""
+    latent = x.kind == "mla"
+    return Form(
+        kind=x.kind,
+        q_heads=x.num_q_heads,
+        kv_heads=1 if latent else x.num_kv_heads,
+        head_dim=x.head_dim,
+        v_head_dim=x.v_head_dim or x.head_dim,
+        window=x.sliding_window,
+        logit_cap=x.logit_cap is not None,
+        sinks=x.sinks,
+        dtype=needs.dtype,
+        store=needs.store_dtype,
+        page_size=page_size,
+        deterministic=needs.deterministic,
+    )

@@ -29,7 +29,7 @@ class Surface:
     """points: the axes of each measured pass, with its time and quartiles over the trend's."""
 
     trend: Trend
-    points: Sequence[tuple[Axes, tuple[float, float, float], float]]
+    points: Sequence[tuple[Axes, tuple[float, float, float], float, float | None]]
 
     @staticmethod
     def fit(samples: Sequence[Sample]) -> Surface:
@@ -40,11 +40,11 @@ class Surface:
         for x, (form, size, cost) in zip(works, samples, strict=True):
             base = trend.us(x)
             off = math.log(cost.us / base), math.log(cost.low / base), math.log(cost.high / base)
-            points.append((_axes(form, size), off, cost.host_us))
+            points.append((_axes(form, size), off, cost.host_us, cost.plan_us))
         return Surface(trend, points)
 
-    def at(self, form: Form, size: Pass) -> tuple[float, float, float, float]:
-        """Return µs, their bounds, and the µs of the host.
+    def at(self, form: Form, size: Pass) -> tuple[float, float, float, float, float | None]:
+        """Return µs, their bounds, the µs of the host, and those of a plan where they are known.
 
         The correction is simple kriging of the logarithm with an exponential covariance: points
         that lie together share their weight, and far from all of them the trend alone stays.
@@ -56,7 +56,9 @@ class Surface:
         bounds = [p[1] for p in near[:BOUNDING]]
         low, high = base + min(d[1] for d in bounds), base + max(d[2] for d in bounds)
         host = statistics.median(p[2] for p in near)
-        return math.exp(us), math.exp(min(low, us)), math.exp(max(high, us)), host
+        plans = [p[3] for p in near if p[3] is not None]
+        plan = statistics.median(plans) if plans else None
+        return math.exp(us), math.exp(min(low, us)), math.exp(max(high, us)), host, plan
 
 
 def _axes(form: Form, size: Pass) -> Axes:

@@ -13,6 +13,7 @@ from attn_core.costs.shapes import Form, Pass, PassPhase
 from attn_core.costs.workload import Workload
 
 Bucket = tuple[int, int, int]  # bits of the requests, of the longest, of the queries of a request
+Candidates = tuple[int, ...]  # the candidate of each group of layers
 MARGIN = 1.05  # what is this close to the fastest keeps the pass
 CAPTURED_MARGIN = 1.02  # … and this close the chosen one is captured for all lengths
 
@@ -26,13 +27,16 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """cells: bucket → the candidates there; a bucket without a cell was not measured.
+    """cells: bucket → the picks there; a bucket without a cell was not measured.
 
-    graphs: bits of the requests → the candidate of a captured pass, which serves every length.
+    graphs: bits of the requests → the pick of a captured pass, which serves every length.
+    A pick is the index of a candidate, which takes all layers; behind the candidates come the
+    `mixed` picks, each of which has the candidate of every group of layers.
     """
 
     cells: Mapping[Bucket, Cell]
     graphs: Mapping[int, int]
+    mixed: Sequence[Candidates] = ()
 
 
 def bucket_of(requests: int, longest: int, queries: int) -> Bucket:
@@ -47,6 +51,7 @@ def table(
     phase: PassPhase,
     workload: Workload,
     *,
+    numbers: Sequence[int] = (),
     drafts: int = 0,
     tree: bool = False,
 ) -> Table:
@@ -55,10 +60,11 @@ def table(
     The first candidate is the chosen one. Only buckets in which this very form was measured, with
     the chosen one and another, have a cell. workload: what lengths and requests captured passes
     have, and how much shorter than the longest the other requests of a pass are that decode or
-    verify.
+    verify. forms: of each group of equal layers. numbers: how many layers each group has; () where
+    that is not known: then a layer of each counts, and plans do not.
     """
-    cells: dict[Bucket, Cell] = {}
-    graphs: dict[int, int] = {}
+    times: dict[Bucket, _Times] = {}
+    captured: dict[int, _Times] = {}
     sizes = [key.size for key in model.profile.costs if key.size.phase == phase]
     most = max((x.requests for x in sizes), default=0)
     longest = max((x.longest for x in sizes), default=0)
@@ -70,21 +76,28 @@ def table(
                 size = Pass.even(phase, n, length, queries, tree=tree)
                 if phase != "prefill":
                     size = _uneven(size, workload)
-                times = _times(model, rows, forms, size)
-                if times is not None:
-                    cells[requests, bits, queries.bit_length()] = _cell(times)
+                found = _times(model, rows, forms, numbers, size)
+                if found is not None:
+                    times[requests, bits, queries.bit_length()] = found
         if phase != "prefill":
-            sums = [0.0] * len(rows)
             served = [x for x in workload.requests if x.bit_length() == requests]
             n = max(served, key=lambda x: workload.requests[x], default=n)
-            for size, share in workload.batches(phase, n, drafts, tree=tree):
-                times = _times(model, rows, forms, size) or [0.0] * len(rows)
-                sums = [a + share * b for a, b in zip(sums, times, strict=True)]
-            if sums[0]:
-                least = min(sums)
-                keeps = sums[0] <= CAPTURED_MARGIN * least
-                graphs[requests] = 0 if keeps else sums.index(least)
-    return Table(cells, graphs)
+            parts = [
+                (share, found)
+                for size, share in workload.batches(phase, n, drafts, tree=tree)
+                if (found := _times(model, rows, forms, numbers, size)) is not None
+            ]
+            if parts:
+                captured[requests] = _mean(parts)
+    best = [x.mixed(MARGIN) for x in times.values()]
+    best += [x.mixed(CAPTURED_MARGIN) for x in captured.values()]
+    mixed = tuple(dict.fromkeys(x for x in best if x is not None))
+    picks = [(i,) * len(forms) for i in range(len(rows))] + list(mixed)
+    return Table(
+        {bucket: _cell([x.of(pick) for pick in picks]) for bucket, x in times.items()},
+        {bits: _graph([x.of(pick) for pick in picks]) for bits, x in captured.items()},
+        mixed,
+    )
 
 
 def _uneven(size: Pass, workload: Workload) -> Pass:
@@ -110,22 +123,89 @@ def _queries(phase: PassPhase, drafts: int, length: int) -> list[int]:
     return list(itertools.takewhile(lambda n: n <= length, middles))
 
 
+class _Times(NamedTuple):
+    """What a pass takes: candidate → µs in the layers of each group, and those of its plan.
+
+    A candidate plans for all of its layers, whichever of them it runs. plans: None where one is
+    not known; then none counts, and only one candidate plans.
+    """
+
+    us: Sequence[Sequence[float]]
+    plans: Sequence[float] | None
+
+    def of(self, pick: Candidates) -> float:
+        """Return the µs of a pick: of its layers, and of the plan of each backend in it."""
+        plans = 0.0 if self.plans is None else sum(self.plans[i] for i in set(pick))
+        return sum(self.us[i][group] for group, i in enumerate(pick)) + plans
+
+    def mixed(self, margin: float) -> Candidates | None:
+        """Return the fastest pick of several candidates, if no single one comes near it."""
+        every, groups = range(len(self.us)), range(len(self.us[0]))
+        if self.plans is None or len(groups) == 1:
+            return None
+        found: set[Candidates] = set()
+        for count in range(2, len(every) + 1):
+            for able in itertools.combinations(every, count):
+                fastest = (min(able, key=lambda i: self.us[i][group]) for group in groups)
+                found.add(tuple(fastest))
+        best = min(sorted(found), key=self.of)
+        alone = min(self.of((i,) * len(groups)) for i in every)
+        return best if margin * self.of(best) < alone else None
+
+
 def _times(
-    model: CostModel, rows: Sequence[tuple[str, str, bool]], forms: Sequence[Form], size: Pass
-) -> list[float] | None:
+    model: CostModel,
+    rows: Sequence[tuple[str, str, bool]],
+    forms: Sequence[Form],
+    numbers: Sequence[int],
+    size: Pass,
+) -> _Times | None:
     """Return the µs of every candidate, infinite where not measured; None if there is no choice."""
-    times: list[float] = []
+    us: list[list[float]] = []
+    plans: list[float | None] = []
     for name, digest, graphs in rows:
         found: list[Estimate | None] = [
             model.estimate(name, digest, form, size, graphs=graphs) for form in forms
         ]
-        known = [x.us for x in found if x is not None and x.measured]
-        times.append(sum(known) if len(known) == len(forms) else math.inf)
-        if times[0] == math.inf:
-            return None
-    return times if sum(t < math.inf for t in times) > 1 else None
+        known = [x for x in found if x is not None and x.measured]
+        if len(known) == len(forms):
+            counts = numbers or [1] * len(forms)
+            us.append([n * x.us for n, x in zip(counts, known, strict=True)])
+            own = [x.plan_us for x in known if x.plan_us is not None]
+            plans.append(sum(own) if len(own) == len(forms) else None)
+        elif not us:
+            return None  # the chosen one
+        else:
+            us.append([math.inf] * len(forms))
+            plans.append(0.0)
+    if sum(times[0] < math.inf for times in us) < 2 or not forms:
+        return None
+    every = [plan for plan in plans if plan is not None]
+    return _Times(us, every if numbers and len(every) == len(rows) else None)
+
+
+def _mean(parts: Sequence[tuple[float, _Times]]) -> _Times:
+    """Return the sum of the times of passes, weighed by their shares."""
+    shares, every = zip(*parts, strict=True)
+    us = [
+        [_dot(shares, group) for group in zip(*candidate, strict=True)]
+        for candidate in zip(*(x.us for x in every), strict=True)
+    ]
+    known = [x.plans for x in every if x.plans is not None]
+    if len(known) < len(every):
+        return _Times(us, None)
+    return _Times(us, [_dot(shares, plans) for plans in zip(*known, strict=True)])
+
+
+def _dot(shares: Sequence[float], times: Sequence[float]) -> float:
+    return sum(share * us for share, us in zip(shares, times, strict=True))
 
 
 def _cell(times: Sequence[float]) -> Cell:
     least = min(times)
     return Cell(times.index(least), tuple(t <= MARGIN * least for t in times))
+
+
+def _graph(times: Sequence[float]) -> int:
+    least = min(times)
+    return 0 if times[0] <= CAPTURED_MARGIN * least else times.index(least)

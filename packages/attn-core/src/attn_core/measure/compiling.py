@@ -17,7 +17,8 @@ import torch
 from attn_core.costs.profile import Profile
 from attn_core.measure.candidates import Job
 from attn_core.measure.inputs import build, bytes_of
-from attn_core.measure.session import known_in, memory, prepare, release, series
+from attn_core.measure.prepare import prepare
+from attn_core.measure.session import known_in, memory, release, series
 from attn_core.measure.spent import Spent
 from attn_core.measure.spread import work
 
@@ -144,7 +145,7 @@ def call_once(job: Job, device: torch.device, arch: str | None) -> None:
     """Prepare a pass and call it once; a failure is the session's to find."""
     try:
         with torch.no_grad():
-            prepare(job.candidates[0], build(job.form, job.size, device), arch, Spent())()
+            prepare(job.candidates[0], build(job.form, job.size, device), arch, Spent()).call()
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
     except Exception:  # a plugin's code: the session says what it raises

@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_core.costs.profile import MOST_TEXT, Cost, Key, Profile
 from attn_core.costs.shapes import Form, Pass, plain
 from attn_core.errors import BackendRunError
 from attn_core.measure.candidates import Candidate, Job
-from attn_core.measure.inputs import Inputs, build, bytes_of
+from attn_core.measure.inputs import build, bytes_of
+from attn_core.measure.prepare import Prepared, checked
 from attn_core.measure.spent import ALL, Spent
 from attn_core.measure.spread import work
-from attn_core.measure.timing import clock_of, measure
-from attn_core.runtime.backend import BackendConfig, create_backend
-from attn_core.runtime.contract_checks import refuse_drafts, refuse_layer
+from attn_core.measure.timing import clock_of, least, measure
 from attn_core.testing.tolerance import CheckFailed
 
 SECONDS = 0.1  # of the rounds of one shape: more shapes tell more than more rounds
@@ -121,25 +119,28 @@ def run(
     with spent.on(ALL, "inputs"):
         inputs = build(form, size, device)
     named = {Key(c.spec.name, c.digest, form, size): c for c in candidates}
-    calls, bad = dict[Key, Callable[[], Tensor]](), dict[Key, str]()
+    passes, bad = dict[Key, Prepared](), dict[Key, str]()
     with torch.no_grad():
         for key, c in named.items():
             with _noting(bad, key, c, device):
-                calls[key] = checked(c, inputs, arch, spent)
+                passes[key] = checked(c, inputs, arch, spent)
         with spent.on(ALL, "compare"):
             rows = inputs.disputed()
-            for key in calls if rows else ():
+            for key in passes if rows else ():
                 with _noting(bad, key, named[key], device):
-                    inputs.check_rows(calls[key](), rows, rounds=named[key].rounds(form))
-        calls = {key: call for key, call in calls.items() if key not in bad}
-        names = {str(i): key for i, key in enumerate(calls)}
+                    inputs.check_rows(passes[key].call(), rows, rounds=named[key].rounds(form))
+        passes = {key: x for key, x in passes.items() if key not in bad}
+        names = {str(i): key for i, key in enumerate(passes)}
         with spent.on(ALL, "rounds"):
-            timed = measure({i: calls[key] for i, key in names.items()}, clock, seconds)
+            timed = measure({i: passes[key].call for i, key in names.items()}, clock, seconds)
+        with spent.on(ALL, "plans"):
+            plans = {key: least(x.plan, clock) for key, x in passes.items()}
     pool = weakref.ref(inputs.pool)
-    del inputs, calls
+    del inputs, passes
     with spent.on(ALL, "release"):
         release(device, held=pool() is not None)
-    return {names[i]: cost for i, cost in timed.items()}, bad, spent
+    costs = {names[i]: cost._replace(plan_us=plans[names[i]]) for i, cost in timed.items()}
+    return costs, bad, spent
 
 
 @contextmanager
@@ -154,60 +155,6 @@ def _noting(
     except Exception as error:  # a plugin's code: what it raises is the finding
         bad[key] = _short(f"{type(error).__name__}: {error}")
         _usable(device, candidate, error)
-
-
-def checked(
-    candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
-) -> Callable[[], Tensor]:
-    """Prepare a pass, call it once and return its call. Raises CheckFailed where it is wrong."""
-    name, device = candidate.spec.name, inputs.pool.device
-    call = prepare(candidate, inputs, arch, spent)
-
-    def first() -> Tensor:
-        inputs.poison()
-        out = call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return out
-
-    out = spent.settled(name, "first call", first)
-    with spent.on(name, "check"):
-        inputs.check(out, rounds=candidate.rounds(inputs.form))
-    return call
-
-
-def prepare(
-    candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
-) -> Callable[[], Tensor]:
-    """Create a backend, plan the pass, and return its call. Raises what the backend raises."""
-    form, size, batch, layer = inputs.form, inputs.size, inputs.batch, inputs.layer
-    config = BackendConfig(
-        name=candidate.spec.name,
-        row=candidate.row,
-        layers=(layer,),
-        page_size=inputs.pool.page_size,
-        dtype=form.dtype,
-        kv_cache_dtype=form.store,
-        device=inputs.pool.device,
-        arch=arch,
-        max_bs=size.requests,
-        max_num_tokens=size.queries,
-        max_seq_len=size.longest,
-        topk=batch.spec.topk if batch.spec else 0,
-        num_draft_tokens=size.drafts,
-        deterministic=form.deterministic,
-    )
-    refuse_layer(config, layer)
-    refuse_drafts(config, batch)
-    spec = candidate.spec
-    backend = spent.settled(spec.name, "create", lambda: create_backend(spec, config))
-    metadata = spent.settled(spec.name, "plan", lambda: backend.init_forward_metadata(batch))
-
-    def call() -> Tensor:
-        out = backend.forward(inputs.q, inputs.k, inputs.v, layer, inputs.cache, batch, metadata)
-        return out if isinstance(out, Tensor) else out[0]
-
-    return call
 
 
 def series(job: Job, candidate: Candidate) -> Series:

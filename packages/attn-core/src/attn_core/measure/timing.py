@@ -15,6 +15,7 @@ from attn_core.costs.profile import TIE, Cost
 
 Call = Callable[[], object]
 FEWEST, MOST, CHANCE = 7, 40, 0.01
+PLANS, PLANNING_S = 5, 0.02  # samples of a plan, at most; seconds after which they are enough
 TRIES, SLOWER = 3, 4.0  # after so many rounds, what takes so many times the fastest is out
 DISTURBED = 0.25  # of its median, between a call's quartiles: something else ran there
 FLUSH_BYTES, MOST_FLUSHES = 1 << 28, 8
@@ -91,6 +92,16 @@ def measure(calls: Mapping[str, Call], clock: Clock, seconds: float) -> dict[str
     if _spread(costs) <= DISTURBED:
         return costs
     return min(costs, _rounds(calls, clock, seconds), key=_spread)
+
+
+def least(call: Call, clock: Clock) -> float:
+    """Return the least µs of a few calls, each on the host or the device, whichever is longer."""
+    end, found = time.perf_counter() + PLANNING_S, math.inf
+    for _ in range(PLANS):
+        found = min(found, max(clock.sample(call)))
+        if time.perf_counter() > end:
+            break
+    return found
 
 
 def _spread(costs: Mapping[str, Cost]) -> float:

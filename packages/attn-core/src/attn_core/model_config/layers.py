@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attn_core.errors import ModelConfigError
@@ -14,6 +15,8 @@ from attn_core.model_config.keys import Keys, brief
 from attn_core.model_config.latent import latent_layers
 from attn_core.spec.requirements import LayerRequirements
 
+MOST_LAYERS = 4096  # that are listed one by one
+
 
 def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequirements, ...]:
     """Return the distinct layers of a decoder (or of an encoder-only model), first seen first.
@@ -21,8 +24,8 @@ def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequiremen
     Raises ModelConfigError for a missing or malformed key, an unknown layer type, or heads that do
     not divide by `tp`.
     """
-    seen: dict[LayerRequirements, None] = {}
-    for role in dict.fromkeys(_roles(keys, family)):
+    seen: dict[LayerRequirements, list[int | None]] = {}
+    for role, number in _numbers(_roles(keys, family), keys.count("num_hidden_layers")).items():
         if role == "none":
             keys.assume("layers without attention (Mamba, convolution) are left to the model")
         elif role == "linear":
@@ -30,12 +33,14 @@ def decoder_layers(keys: Keys, family: Family, tp: int) -> tuple[LayerRequiremen
             if linear is None:
                 keys.assume("linear layers of an unknown recurrence are left to the model")
             else:
-                seen[linear] = None
+                seen.setdefault(linear, []).append(number)
         else:
-            seen.update(dict.fromkeys(_softmax(keys, family, role, tp)))
+            layers = _softmax(keys, family, role, tp)
+            for layer in layers:
+                seen.setdefault(layer, []).append(number if len(layers) == 1 else None)
     if not seen:
         raise ModelConfigError(f"{keys.owner} has no layer that attn-core knows attention for")
-    return tuple(seen)
+    return tuple(replace(layer, num_layers=_sum(numbers)) for layer, numbers in seen.items())
 
 
 def encoder_decoder_layers(keys: Keys, tp: int) -> tuple[LayerRequirements, ...]:
@@ -74,8 +79,21 @@ def vision_layer(keys: Keys, tp: int) -> LayerRequirements | None:
     )
 
 
+def _numbers(roles: Sequence[Role], num_layers: int | None) -> dict[Role, int | None]:
+    """Return role → how many layers have it, None where the roles are not those of every layer."""
+    counts = Counter(roles)
+    if len(counts) == 1:
+        return dict.fromkeys(counts, num_layers)
+    return {role: n if len(roles) == num_layers else None for role, n in counts.items()}
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [n for n in numbers if n is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
 def _roles(keys: Keys, family: Family) -> list[Role]:
-    """Return the roles of the layers, first seen first; how many there are does not matter."""
+    """Return the roles of the layers, first seen first: of each layer, or of those that differ."""
     layer_types = keys.layers("layer_types")
     crossed = keys.get("cross_attention_layers")
     if layer_types is not None:
@@ -86,7 +104,7 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
         return ["full", "cross"]
     if family.period:
         period = (keys.count(family.period_key) if family.period_key else None) or family.period
-        depth = min(period, keys.count("num_hidden_layers") or period)
+        depth = min(keys.count("num_hidden_layers") or period, MOST_LAYERS)
         return [family.inner if (i + 1) % period else "full" for i in range(depth)]
     if not family.windowed or _window(keys) is None:
         return ["full"]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from attn_core.costs.shapes import REPLAYED, PassPhase, forms, row_key
+from attn_core.costs.shapes import REPLAYED, PassPhase, form_of, forms, numbers, row_key
 from attn_core.costs.table import Bucket, Table, table
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
-from attn_core.runtime.routes import ROLE_OF_MODE, Route, ShadowRun
+from attn_core.runtime.layer import AttentionLayer
+from attn_core.runtime.routes import ROLE_OF_MODE, GroupRoutes, Pick, Route, ShadowRun
 from attn_core.selection.result import Selection
 from attn_core.spec.kinds import Role
+from attn_core.spec.requirements import LayerRequirements
 
 PHASES: Mapping[Role, PassPhase] = {"prefill": "prefill", "decode": "decode", "verify": "verify"}
 
@@ -25,31 +27,85 @@ class Planned(NamedTuple):
     metadata: Metadata
 
 
+class GroupPlans(NamedTuple):
+    """The plans of a pass whose groups of layers run on several backends."""
+
+    routes: GroupRoutes
+    plans: Mapping[Route, Planned]
+
+    def of(self, layer_id: int) -> Planned:
+        """Return the plan of a layer."""
+        route = self.routes.by_layer.get(layer_id)
+        return self.plans[self.routes.by_group[0][1] if route is None else route]
+
+
+class Groups(NamedTuple):
+    """The groups of equal layers of a model: their names, and layer id → index of its group."""
+
+    names: tuple[str, ...] = ("all",)
+    by_layer: Mapping[int, int] = {}
+
+    @classmethod
+    def of(cls, selection: Selection, layers: Iterable[AttentionLayer]) -> Groups:
+        """Return the groups in the order of forms(), by which costs are known."""
+        needs, page_size = selection.requirements, selection.page_size
+        asked = forms(needs, page_size)
+        by_layer = {}
+        for x in layers:
+            own = LayerRequirements.of(x, selection.roles["prefill"].row.kind)
+            form = form_of(own, needs, page_size)
+            same = (i for i, one in enumerate(asked) if one.distance(form) == 0)
+            by_layer[x.layer_id] = next(same, 0)
+        return cls(tuple(form.layer for form in asked), by_layer)
+
+
 def shadowed(shadow: ShadowRun, own: Route, batch: ForwardBatch, metadata: Metadata) -> Metadata:
-    """Return the plan of a pass, for the route of its shadow if the shadow takes it.
+    """Return the plan of a pass, for the routes of its shadow if the shadow takes it.
 
     own: the route of a pass for which nothing was picked.
     """
+    if type(metadata) is GroupPlans:
+        taken = shadow.routes(metadata.routes.routes, batch)
+        plans = {
+            route: planned._replace(route=taken.get(route, route))
+            for route, planned in metadata.plans.items()
+        }
+        return metadata._replace(plans=plans)
     route, plan = metadata if type(metadata) is Planned else (own, metadata)
-    other = shadow.route(route, batch)
+    other = shadow.routes((route,), batch).get(route)
     return metadata if other is None else Planned(other, plan)
 
 
 class Picker:
     """Picks among the admitted backends of a role by a table; the first is the chosen one.
 
+    groups: of the layers, which the table may give to several backends.
     An eager pass stays with the backend of the pass before as long as that is at most 5 % slower,
     so that sizes at the edge of a bucket do not make it change from pass to pass.
     """
 
     def __init__(
-        self, backends: Sequence[AttentionBackend], by_size: Table, role: Role = "decode"
+        self,
+        backends: Sequence[AttentionBackend],
+        by_size: Table,
+        role: Role = "decode",
+        groups: Groups | None = None,
     ) -> None:
-        self.routes = tuple(Route.of(b, role) for b in backends)
+        names, by_layer = groups or Groups()
+        self.backends = tuple(backends)
+        every = [Route.of(b, role) for b in backends]
+        mixed = (
+            GroupRoutes(
+                tuple((name, every[i]) for name, i in zip(names, pick, strict=True)),
+                {layer: every[pick[group]] for layer, group in by_layer.items()},
+            )
+            for pick in by_size.mixed
+        )
+        self.routes: tuple[Pick, ...] = (*every, *mixed)
         self._cells, self._graphs, self._current = by_size.cells, by_size.graphs, 0
         self._queries = {queries for _, _, queries in by_size.cells}
 
-    def pick(self, size: Bucket) -> Route:
+    def pick(self, size: Bucket) -> Pick:
         """Return the route of an eager pass."""
         cell = self._cells.get(size)
         index = self._current
@@ -59,13 +115,13 @@ class Picker:
             self._current = index = cell.best
         return self.routes[index]
 
-    def captured(self, size: Bucket) -> Route:
+    def captured(self, size: Bucket) -> Pick:
         """Return the route of a captured pass: for this many requests, whatever their lengths."""
         if size[2] not in self._queries:  # trees of another size than those that were measured
             return self.routes[0]
         return self.routes[self._graphs.get(size[0], 0)]
 
-    def captured_at(self, size: Bucket) -> Route:
+    def captured_at(self, size: Bucket) -> Pick:
         """Return the route of a captured pass that serves the lengths of one bucket alone."""
         cell = self._cells.get(size)
         return self.routes[0 if cell is None or cell.near[0] else cell.best]
@@ -81,11 +137,15 @@ class Pickers:
 
     @classmethod
     def of(
-        cls, selection: Selection, backends: Mapping[Role, Sequence[AttentionBackend]]
+        cls,
+        selection: Selection,
+        backends: Mapping[Role, Sequence[AttentionBackend]],
+        layers: Iterable[AttentionLayer] = (),
     ) -> Pickers:
         """Return pickers by what was measured.
 
         backends: role → the chosen backend, then those of its alternatives that were created.
+        layers: of the model; those with equal needs are a group.
         """
         names = {role: [b.config.name for b in every] for role, every in backends.items()}
         alternatives = {
@@ -93,28 +153,31 @@ class Pickers:
             for role, others in selection.alternatives.items()
         }
         made = tables(replace(selection, alternatives=alternatives))
-        return cls({role: Picker(backends[role], found, role) for role, found in made.items()})
+        groups = Groups.of(selection, layers) if made else Groups()
+        return cls(
+            {role: Picker(backends[role], found, role, groups) for role, found in made.items()}
+        )
 
     def items(self) -> list[tuple[Role, AttentionBackend]]:
         """Return role → backend, of all that may be picked."""
-        return [(role, r.backend) for role, p in self.by_role.items() for r in p.routes]
+        return [(role, b) for role, p in self.by_role.items() for b in p.backends]
 
-    def pick(self, mode: ForwardMode, size: Bucket) -> Route | None:
+    def pick(self, mode: ForwardMode, size: Bucket) -> Pick | None:
         """Return the route of an eager pass, None where there is nothing to pick."""
         picker = self._by_mode.get(mode)
         return None if picker is None else picker.pick(size)
 
-    def captured(self, mode: ForwardMode, size: Bucket) -> Route | None:
+    def captured(self, mode: ForwardMode, size: Bucket) -> Pick | None:
         """Return the route of a captured pass, None where there is nothing to pick."""
         picker = self._by_mode.get(mode)
         return None if picker is None else picker.captured(size)
 
-    def captured_at(self, mode: ForwardMode, size: Bucket) -> Route | None:
+    def captured_at(self, mode: ForwardMode, size: Bucket) -> Pick | None:
         """Return the route of a captured pass that serves the lengths of one bucket alone."""
         picker = self._by_mode.get(mode)
         return None if picker is None else picker.captured_at(size)
 
-    def by_length(self, mode: ForwardMode, size: Bucket) -> list[Route | None]:
+    def by_length(self, mode: ForwardMode, size: Bucket) -> list[Pick | None]:
         """Return the routes of captured passes of all lengths up to those of a bucket."""
         requests, longest, queries = size
         lengths = range(longest + 1)
@@ -125,21 +188,27 @@ class Pickers:
 def tables(selection: Selection) -> dict[Role, Table]:
     """Return the table of each role in which an alternative takes some pass."""
     found = {role: _table(selection, role) for role, cs in selection.alternatives.items() if cs}
-    return {role: made for role, made in found.items() if made is not None and winners(made)}
+    return {
+        role: made
+        for role, made in found.items()
+        if made is not None and winners(made, 1 + len(selection.alternatives[role]))
+    }
 
 
-def winners(made: Table) -> set[int]:
-    """Return which candidates take passes of the chosen one, by their indexes in a table."""
+def winners(made: Table, count: int) -> set[int]:
+    """Return which of so many candidates take passes of the chosen one, in all layers or some."""
     won = {cell.best for cell in made.cells.values() if not cell.near[0]}
-    return won | {index for index in made.graphs.values() if index}
+    won |= {index for index in made.graphs.values() if index}
+    return {i for pick in won for i in ((pick,) if pick < count else made.mixed[pick - count])}
 
 
 def pruned(selection: Selection) -> Selection:
     """Return the selection without the alternatives that take no pass."""
     kept = {}
     for role, made in tables(selection).items():
-        others = enumerate(selection.alternatives[role], 1)
-        kept[role] = tuple(c for i, c in others if i in winners(made))
+        others = selection.alternatives[role]
+        won = winners(made, 1 + len(others))
+        kept[role] = tuple(c for i, c in enumerate(others, 1) if i in won)
     return selection if kept == selection.alternatives else replace(selection, alternatives=kept)
 
 
@@ -155,6 +224,7 @@ def digest(selection: Selection) -> str:
             [c.backend for c in (selection.roles[role], *selection.alternatives[role])],
             sorted(made.cells.items()),
             sorted(made.graphs.items()),
+            *made.mixed,
         ]
         for role, made in tables(selection).items()
     ]
@@ -169,12 +239,15 @@ def _table(selection: Selection, role: Role) -> Table | None:
     speculation = needs.speculation if role == "verify" else None
     phase = PHASES[role]
     choices = (selection.roles[role], *selection.alternatives[role])
+    layers = numbers(needs, selection.page_size)
+    known = [n for n in layers.values() if n is not None]
     return table(
         costs.model,
         [(c.backend, row_key(c.row), c.row.cuda_graph in REPLAYED[phase]) for c in choices],
-        forms(needs, selection.page_size),
+        tuple(layers),
         phase,
         costs.workload,
+        numbers=known if len(known) == len(layers) else (),
         drafts=speculation.num_draft_tokens if speculation else 0,
         tree=speculation is not None and speculation.topk > 1,
     )

@@ -14,7 +14,7 @@ from attn_core.cache.state_pool import StatePool
 from attn_core.errors import AttnError, UnsupportedError
 from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import Registry
-from attn_core.runtime.adaptive import Pickers, Planned, pruned
+from attn_core.runtime.adaptive import GroupPlans, Pickers, Planned, pruned
 from attn_core.runtime.backend import AttentionBackend, Metadata, Output
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_layer, refuse_output
@@ -102,15 +102,16 @@ class HybridDispatcher(Planner):
         pool of another page size, dtype or layout, and all that create_backend and LinearRoutes do.
         """
         limits = {"max_bs": max_bs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        layers = tuple(layers)
         selection = pruned(selection) if adaptive else replace(selection, alternatives={})
         created = create_routes(
-            selection, registry, caches, tuple(layers), tuple(vision_layers), agree, **limits
+            selection, registry, caches, layers, tuple(vision_layers), agree, **limits
         )
         routes, linear = {role: backends[0] for role, backends in created.items()}, None
         if states is not None:
             own = create_linear_routes(selection, registry, states, tuple(linear_layers), **limits)
             linear = LinearRoutes(own, states)
-        return cls(routes, caches, linear, Pickers.of(selection, created), shadow)
+        return cls(routes, caches, linear, Pickers.of(selection, created, layers), shadow)
 
     def forward(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer,
@@ -132,11 +133,14 @@ class HybridDispatcher(Planner):
             return empty_attention(q, layer, out, return_lse)
         if type(metadata) is HybridMetadata:
             metadata = metadata.softmax
+        layer_id = layer.layer_id
+        if type(metadata) is GroupPlans:
+            metadata = metadata.of(layer_id)
         if type(metadata) is Planned:
             route, metadata = metadata
         else:
             route = self._by_mode.get(mode) or self._route(mode)
-        config, layer_id = route.backend.config, layer.layer_id
+        config = route.backend.config
         cache = self.caches.layer(layer_id)
         # others than the absent ones are compared with those of the layer before, all at once
         tensors = [x for x in (q, k, v, out, topk_indices) if x is not None]

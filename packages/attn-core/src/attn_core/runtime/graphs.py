@@ -16,7 +16,7 @@ from attn_core.errors import UnsupportedError, UsageError
 from attn_core.runtime.backend import BackendConfig, Metadata
 from attn_core.runtime.batch import DECODE_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
-from attn_core.runtime.routes import ROLE_OF_MODE, Route
+from attn_core.runtime.routes import ROLE_OF_MODE, Pick
 from attn_core.runtime.static_batch import StaticBatch, cached_views
 from attn_core.runtime.trace import size_of
 
@@ -113,12 +113,12 @@ class GraphRunner:
         graphs, pickers = {}, self._dispatcher.pickers
         for size in reversed(self.batch_sizes):  # the largest first: the others fit its memory
             batch, first = static.first(size)
-            for route in pickers.by_length(mode, size_of(batch)):
-                metadata = self._dispatcher.init_forward_metadata_capture_cuda_graph(batch, route)
+            for pick in pickers.by_length(mode, size_of(batch)):
+                metadata = self._dispatcher.init_forward_metadata_capture_cuda_graph(batch, pick)
                 call = partial(run, batch, metadata, *first)
                 replay, outputs = captured(call, self._device, self._pool)
                 _cut(outputs, size, size)  # refused here, not at the first replay
-                graphs[size, route] = _Graph(batch, metadata, replay)
+                graphs[size, pick] = _Graph(batch, metadata, replay)
         self._steps[mode, queries] = _Step(static, graphs)
 
     def fits(self, batch: ForwardBatch) -> bool:
@@ -200,7 +200,7 @@ class _Step:
     """What was captured of one mode and query length: its memory, and a graph per size and pick."""
 
     static: StaticBatch
-    graphs: Mapping[tuple[int, Route | None], _Graph]
+    graphs: Mapping[tuple[int, Pick | None], _Graph]
 
 
 def captured(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from attn_core.costs.table import Bucket, Cell, Table
+from attn_core.costs.shapes import forms
+from attn_core.costs.table import Bucket, Candidates, Cell, Table
 from attn_core.runtime.adaptive import tables
 from attn_core.selection.result import Selection, label
 from attn_core.spec.kinds import Role
@@ -34,6 +35,8 @@ def picks(selection: Selection) -> str:
 
 def _grid(selection: Selection, role: Role, made: Table) -> Iterator[str]:
     names = [c.backend for c in (selection.roles[role], *selection.alternatives[role])]
+    groups = [form.layer for form in forms(selection.requirements, selection.page_size)]
+    names += [_mixed(names, groups, pick) for pick in made.mixed]
     legend = ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
     prompts = ", whole prompts" if role == "prefill" else ""
     yield f"  {label(role)}{prompts}: {legend}; not measured, so 1: ·"
@@ -49,6 +52,13 @@ def _grid(selection: Selection, role: Role, made: Table) -> Iterator[str]:
         counts = Counter(names[_winner(cell)] for cell in behind)
         said = ", ".join(f"{n} {name}" for name, n in counts.most_common())
         yield f"  chunks and prompts behind a prefix, of {len(behind)} sizes: {said}"
+
+
+def _mixed(names: Sequence[str], groups: Sequence[str], pick: Candidates) -> str:
+    return " and ".join(
+        f"{names[i]} ({'; '.join(g for g, of in zip(groups, pick, strict=True) if of == i)})"
+        for i in dict.fromkeys(pick)
+    )
 
 
 def _at(role: Role, made: Table, requests: int, longest: int) -> str:

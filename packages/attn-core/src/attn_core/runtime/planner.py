@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from attn_core.cache.pool import CachePool
+from attn_core.costs.table import Bucket
 from attn_core.errors import UnsupportedError, UsageError
-from attn_core.runtime.adaptive import Pickers, Planned, shadowed
+from attn_core.runtime.adaptive import GroupPlans, Pickers, Planned, shadowed
 from attn_core.runtime.backend import AttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
@@ -22,6 +23,8 @@ from attn_core.runtime.linear_routes import HybridMetadata, LinearRoutes
 from attn_core.runtime.routes import (
     MISSING,
     ROLE_OF_MODE,
+    GroupRoutes,
+    Pick,
     Route,
     ShadowRun,
     captured_backends,
@@ -92,9 +95,9 @@ class Planner:
             return None
         refuse_lengths(batch, self.caches.page_size)
         size = size_of(batch)
-        route = self.pickers.pick(mode, size)
-        backend, metadata = self._planned(batch, route, _EAGER)
-        self.trace.count(ROLE_OF_MODE[mode], backend.config.name, size, False)
+        pick = self.pickers.pick(mode, size)
+        metadata = self._planned(batch, pick, _EAGER)
+        self._count(batch, pick, size, captured=False)
         if self.shadow is not None and self._of(batch).config.row.absorbed:
             chosen = self._by_mode.get(mode) or self._route(mode)
             metadata = shadowed(self.shadow, chosen, batch, metadata)
@@ -113,39 +116,45 @@ class Planner:
                 backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(
-        self, batch: ForwardBatch, route: Route | None = None
+        self, batch: ForwardBatch, pick: Pick | None = None
     ) -> Metadata:
         """Plan a pass into static buffers; None if idle.
 
-        route: one of pickers.by_length, for a graph of some lengths; by default that of all lengths
+        pick: one of pickers.by_length, for a graph of some lengths; by default that of all lengths
         of the workload. Raises UnsupportedError if the backend of this pass is not captured, or not
         in this mode.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
             return None
-        route = route or self.pickers.captured(mode, size_of(batch))
-        backend = self._of(batch) if route is None else route.backend
-        refuse_capture(backend.config, batch, self.captured)
-        _, metadata = self._planned(batch, route, _CAPTURE)
+        pick = pick or self.pickers.captured(mode, size_of(batch))
+        for backend in self._backends(batch, pick):
+            refuse_capture(backend.config, batch, self.captured)
+        metadata = self._planned(batch, pick, _CAPTURE)
         return metadata if not self.linear else HybridMetadata(metadata, self.linear.capture(batch))
 
     def init_forward_metadata_replay_cuda_graph(
         self, batch: ForwardBatch, metadata: Metadata
     ) -> None:
         """Refill the static buffers before a replay."""
-        if batch.forward_mode is ForwardMode.IDLE:
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
             return
-        backend = self._of(batch)
         if type(metadata) is HybridMetadata:
             self._linear().replay(batch, metadata.linear)
             metadata = metadata.softmax
-        if type(metadata) is Planned:
-            backend, metadata = metadata.route.backend, metadata.metadata
-        self._call(backend, _REPLAY, batch, metadata)
-        self._keep(backend, batch, metadata)
-        role = ROLE_OF_MODE[batch.forward_mode]
-        self.trace.count(role, backend.config.name, size_of(batch), True)
+        pick: Pick | None = None
+        if type(metadata) is GroupPlans:
+            pick, plans = metadata.routes, list(metadata.plans.values())
+        elif type(metadata) is Planned:
+            pick, plans = metadata.route, [metadata]
+        else:
+            plans = []
+        parts = [(x.route.backend, x.metadata) for x in plans] or [(self._of(batch), metadata)]
+        for backend, plan in parts:
+            self._call(backend, _REPLAY, batch, plan)
+            self._keep(backend, batch, plan)
+        self._count(batch, pick, size_of(batch), captured=True)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the KV length of padded requests, as the decode backends define it."""
@@ -166,14 +175,36 @@ class Planner:
         self._by_mode[mode] = route
         return route
 
-    def _planned(
-        self, batch: ForwardBatch, route: Route | None, method: str
-    ) -> tuple[AttentionBackend, Metadata]:
-        backend = self._of(batch) if route is None else route.backend
+    def _backends(self, batch: ForwardBatch, pick: Pick | None) -> tuple[AttentionBackend, ...]:
+        if pick is None:
+            return (self._of(batch),)
+        routes = pick.routes if isinstance(pick, GroupRoutes) else (pick,)
+        return tuple(route.backend for route in routes)
+
+    def _planned(self, batch: ForwardBatch, pick: Pick | None, method: str) -> Metadata:
+        if pick is None:
+            return self._plan(self._of(batch), batch, method)
+        if not isinstance(pick, GroupRoutes):
+            return Planned(pick, self._plan(pick.backend, batch, method))
+        plans = {x: Planned(x, self._plan(x.backend, batch, method)) for x in pick.routes}
+        return GroupPlans(pick, plans)
+
+    def _plan(self, backend: AttentionBackend, batch: ForwardBatch, method: str) -> Metadata:
         refuse_drafts(backend.config, batch)
         metadata = self._call(backend, method, batch)
         self._keep(backend, batch, metadata)
-        return backend, metadata if route is None else Planned(route, metadata)
+        return metadata
+
+    def _count(
+        self, batch: ForwardBatch, pick: Pick | None, size: Bucket, *, captured: bool
+    ) -> None:
+        role = ROLE_OF_MODE[batch.forward_mode]
+        if isinstance(pick, GroupRoutes):
+            for group, route in pick.by_group:
+                self.trace.count(role, route.backend.config.name, size, captured, group)
+        else:
+            backend = self._of(batch) if pick is None else pick.backend
+            self.trace.count(role, backend.config.name, size, captured)
 
     def _keep(self, backend: AttentionBackend, batch: ForwardBatch, metadata: Metadata) -> None:
         """Keep the plan of a pass that may share keys, until the next one: see shared_keys."""

@@ -55,14 +55,34 @@ class Route:
         return cls(backend, run, not config.row.fused_kv_write)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRoutes:
+    """Where the layers of a pass go that several backends run.
+
+    by_group: each group of equal layers, in words, and its route. by_layer: layer id → its route;
+    a layer that is not listed takes the route of the first group.
+    """
+
+    by_group: tuple[tuple[str, Route], ...]
+    by_layer: Mapping[int, Route]
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """Every route once."""
+        return distinct(route for _, route in self.by_group)
+
+
+Pick = Route | GroupRoutes
+
+
 class ShadowRun(Protocol):
     """What runs a second backend on some passes and compares; attn_core.Shadow is one."""
 
     def attach(self, backends: Sequence[AttentionBackend], layout: str) -> None:
         """Prepare to be the shadow of these backends over a cache of this layout; called once."""
 
-    def route(self, route: Route, batch: ForwardBatch) -> Route | None:
-        """Return the route that this eager pass takes in place of its own; None keeps that."""
+    def routes(self, routes: Sequence[Route], batch: ForwardBatch) -> Mapping[Route, Route]:
+        """Return which routes this eager pass takes in place of its own; the others it keeps."""
 
 
 ROLE_OF_MODE: Mapping[ForwardMode, Role] = {

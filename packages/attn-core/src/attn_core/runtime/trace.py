@@ -17,7 +17,7 @@ from attn_core.spec.kinds import Role
 
 NVTX = "ATTN_NVTX"
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-Counted = tuple[Role, str, Bucket, bool]
+Counted = tuple[Role, str, Bucket, bool, str]
 
 
 class PassKind(NamedTuple):
@@ -25,7 +25,9 @@ class PassKind(NamedTuple):
 
     requests, longest, queries: from this number on, up to the next power of two: requests, tokens
     of the longest one, new tokens of each. captured: replayed in a CUDA graph; `longest` is then
-    what the host knows, which may be the longest that the graph serves.
+    what the host knows, which may be the longest that the graph serves. group: the layers that the
+    backend ran, in words, in a pass that several backends ran; "" is all of them. Such a pass is
+    counted once for each group.
     """
 
     role: Role
@@ -34,6 +36,7 @@ class PassKind(NamedTuple):
     longest: int
     queries: int
     captured: bool
+    group: str = ""
 
 
 def size_of(batch: ForwardBatch) -> Bucket:
@@ -49,9 +52,11 @@ class Trace:
     def __init__(self) -> None:
         self.counts: Counter[Counted] = Counter()
 
-    def count(self, role: Role, backend: str, size: Bucket, captured: bool) -> None:
+    def count(
+        self, role: Role, backend: str, size: Bucket, captured: bool, group: str = ""
+    ) -> None:
         """Count one pass."""
-        self.counts[role, backend, size, captured] += 1
+        self.counts[role, backend, size, captured, group] += 1
 
     def passes(self) -> Mapping[PassKind, int]:
         """Return how many passes of each kind there were."""
@@ -60,9 +65,9 @@ class Trace:
 
 def kind_of(key: Counted) -> PassKind:
     """Return what was counted, with the lower ends of its bucket."""
-    role, backend, size, captured = key
+    role, backend, size, captured, group = key
     requests, longest, queries = ((1 << bits) >> 1 for bits in size)
-    return PassKind(role, backend, requests, longest, queries, captured)
+    return PassKind(role, backend, requests, longest, queries, captured, group)
 
 
 def switch(name: str, default: bool) -> bool:

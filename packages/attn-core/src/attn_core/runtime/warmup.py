@@ -166,9 +166,9 @@ def _sparse(needs: LayerRequirements) -> bool:
 def _fixed(dispatcher: HybridDispatcher) -> list[HybridDispatcher]:
     """Return dispatchers that pick nothing: of the chosen backends, then of the alternatives."""
     by_role = dispatcher.pickers.by_role
-    most = max((len(p.routes) for p in by_role.values()), default=1)
+    most = max((len(p.backends) for p in by_role.values()), default=1)
     picked = [
-        {role: p.routes[i].backend for role, p in by_role.items() if i < len(p.routes)}
+        {role: p.backends[i] for role, p in by_role.items() if i < len(p.backends)}
         for i in range(1, most)
     ]
     return [

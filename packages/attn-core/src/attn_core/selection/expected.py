@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from attn_core.costs.model import CostModel, Estimate
-from attn_core.costs.shapes import REPLAYED, Form, Pass, forms, row_key
+from attn_core.costs.shapes import REPLAYED, Form, Pass, row_key, shares
 from attn_core.costs.workload import Workload
 from attn_core.spec.capabilities import BackendSpec, Capabilities
 from attn_core.spec.kinds import Phase
@@ -17,7 +18,7 @@ LEAST = 0.5  # of a workload's requests: where fewer have measured passes, prior
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of pass: its share in a request, and its estimate over all distinct layers."""
+    """One kind of pass: its share in a request, and its estimate for a layer, on average."""
 
     size: Pass
     weight: float
@@ -26,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Expected:
-    """What attention costs in a phase, in µs per request, in one layer of each distinct kind.
+    """What attention costs in a phase, in µs per request and layer, on average over all layers.
 
     parts: the passes that were measured. covered: the share of the workload's requests that they
     serve, from 0 to 1; the others have no estimate for any backend that fits, and are left out for
@@ -69,10 +70,13 @@ class Expected:
             "measured": self.measured,
             "covered": self.covered,
             "passes": [
-                {"pass": str(p.size), "weight": p.weight, **p.estimate._asdict()}
-                for p in self.parts
+                {"pass": str(p.size), "weight": p.weight, **_plain(p.estimate)} for p in self.parts
             ],
         }
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    return {name: getattr(estimate, name) for name in ("us", "low", "high", "measured")}
 
 
 def micros(us: float) -> str:
@@ -95,26 +99,28 @@ class Costs:
         """Return the passes of a phase that have an estimate for a row, on pages of this size."""
         if not self.model.profile.costs or spec.family != "softmax" or phase is Phase.ENCODE:
             return []
-        layers, digest = forms(self.needs, page_size), row_key(row)
+        layers, digest = shares(self.needs, page_size), row_key(row)
         parts = []
         for size, weight in self.workload.passes(phase, self.needs.speculation) if layers else ():
             graphs = row.cuda_graph in REPLAYED[size.phase]
-            estimate = self._sum(spec.name, digest, layers, size, graphs)
+            estimate = self._mean(spec.name, digest, layers, size, graphs)
             if estimate is not None:
                 parts.append(Part(size, weight, estimate))
         return parts
 
-    def _sum(
-        self, name: str, digest: str, layers: tuple[Form, ...], size: Pass, graphs: bool
+    def _mean(
+        self, name: str, digest: str, layers: Mapping[Form, float], size: Pass, graphs: bool
     ) -> Estimate | None:
-        found = []
-        for form in layers:
+        """Return the mean over layers, form → its share of them; None if one has no estimate."""
+        us = low = high = 0.0
+        measured = True
+        for form, share in layers.items():
             one = self.model.estimate(name, digest, form, size, graphs=graphs)
             if one is None:
                 return None
-            found.append(one)
-        us, low, high, measured = zip(*found, strict=True)
-        return Estimate(sum(us), sum(low), sum(high), all(measured))
+            us, low, high = us + share * one.us, low + share * one.low, high + share * one.high
+            measured = measured and one.measured
+        return Estimate(us, low, high, measured)
 
     def expected(
         self, rows: list[tuple[BackendSpec, Capabilities]], phase: Phase, page_size: int | None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple, get_args
 
@@ -24,8 +26,8 @@ def check_layer(layer: Any, name: str) -> None:
     cap of 0 or less.
     Some engines write "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
     """
-    for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-        value = getattr(layer, what)
+    for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "num_layers"):
+        value = getattr(layer, what, None)
         if value is not None and not is_count(value):
             raise UsageError(f"{name}: {what} {value!r} (expected an integer of 1 or more)")
     window, cap = layer.sliding_window, layer.logit_cap
@@ -57,11 +59,12 @@ class LayerRequirements:
     the `index_heads` heads of `index_dim` dims of its indexer; with `shares_topk` it has none, and
     takes the selection of the layer before it. For linear kinds, `head_dim` is K and `v_head_dim`
     V, and `conv_width` the taps of the short convolution in front. `sliding_window` W: a token sees
-    itself and the W-1 tokens before it. None means no window and no cap.
-    Raises UsageError for a window of 0 or -1, for head counts, dims, taps and selected keys below
-    1, if the query heads of a softmax kind are not a multiple of its KV heads, for an indexer of
-    another kind than "dsa" or of a layer that shares, and for dual chunk attention of layers that
-    are not plain causal self-attention.
+    itself and the W-1 tokens before it. None means no window and no cap. `num_layers`, how many
+    layers the group has, weighs costs; groups that differ in it alone are equal.
+    Raises UsageError for a window of 0 or -1, for counts, dims, taps and selected keys below 1, if
+    the query heads of a softmax kind are not a multiple of its KV heads, for an indexer of another
+    kind than "dsa" or of a layer that shares, and for dual chunk attention of layers that are not
+    plain causal self-attention.
     """
 
     kind: Kind = "mha"
@@ -80,6 +83,7 @@ class LayerRequirements:
     index_heads: int | None = None
     index_dim: int | None = None
     shares_topk: bool = False
+    num_layers: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_layer(self, f"layers of kind {self.kind}")
@@ -133,6 +137,12 @@ class LayerRequirements:
             dual_chunk=layer.dual_chunk,
             index_topk=layer.index_topk if kind == "dsa" else None,
         )
+
+    @classmethod
+    def counted(cls, layers: Iterable[Any], kind: Kind = "mha") -> tuple[LayerRequirements, ...]:
+        """Return the groups of equal AttentionLayers, first seen first, with their numbers."""
+        counts = Counter(cls.of(layer, kind) for layer in layers)
+        return tuple(replace(group, num_layers=n) for group, n in counts.items())
 
     @property
     def family(self) -> Family:

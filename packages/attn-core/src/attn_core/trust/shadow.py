@@ -144,22 +144,27 @@ class Shadow:
             self._spec, dataclasses.replace(config, name=self._spec.name, row=row)
         )
 
-    def route(self, route: Route, batch: ForwardBatch) -> Route | None:
-        """Return a route that also runs the second backend, None if this pass is not sampled."""
+    def routes(self, routes: Sequence[Route], batch: ForwardBatch) -> Mapping[Route, Route]:
+        """Return routes that also run the second backend, none if this pass is not sampled."""
         number, turn = self.passes, self._turns[batch.forward_mode]
         self.passes += 1
         self._turns[batch.forward_mode] += 1
-        second = self._second.get(id(route.backend))
-        if second is None or turn % self.every or self._resting() or _capturing(batch):
-            return None
+        if turn % self.every or self._resting() or _capturing(batch):
+            return {}
+        found = {}
         try:
-            refuse_drafts(second.config, batch)
-            own = _read_only(batch)
-            sampled = _Sampled(number, second, own, second.init_forward_metadata(own))
+            for route in routes:
+                second = self._second.get(id(route.backend))
+                if second is None:
+                    continue
+                refuse_drafts(second.config, batch)
+                own = _read_only(batch)
+                sampled = _Sampled(number, second, own, second.init_forward_metadata(own))
+                found[route] = dataclasses.replace(route, run=partial(self._run, route, sampled))
         except Exception as error:  # a plugin's code must not stop the pass that it watches
             self._failed(error)
-            return None
-        return dataclasses.replace(route, run=partial(self._run, route, sampled))
+            return {}
+        return found
 
     def _resting(self) -> bool:
         return self.difference is not None or bool(self.problem)

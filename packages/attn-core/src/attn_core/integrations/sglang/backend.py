@@ -88,8 +88,8 @@ class AttnCoreBackend(AttentionBackend):
         linear = {layer.requirements for layer in served_layers(runner).values()}
         self._split = split_keys(runner, own, self.pool, bool(linear))
         self.layers = own if self._split is None else self._split.wide
-        every = [*own.values(), *self.layers.values()]
-        needs = {LayerRequirements.of(layer, self.pool.kind) for layer in every} | linear
+        needs = {*LayerRequirements.counted(self.layers.values(), self.pool.kind), *linear}
+        needs |= {LayerRequirements.of(x, self.pool.kind) for x in own.values()}  # before a split
         requirements = Requirements(
             layers=tuple(sorted(needs, key=repr)),  # alike on all ranks
             dtype=KV_DTYPE[runner.dtype],

@@ -118,7 +118,7 @@ def create_passes(
     stored = stored_dtype(modules[0].kv_cache_dtype, dtype)
     chain = speculation(config)
     requirements = Requirements(
-        layers=tuple(dict.fromkeys(LayerRequirements.of(layer, kind) for layer in layers)),
+        layers=LayerRequirements.counted(layers, kind),
         dtype=KV_DTYPE[dtype],
         kv_cache_dtype=stored,
         page_size=kv_cache_spec.block_size,
