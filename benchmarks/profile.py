@@ -141,7 +141,8 @@ def profile(reports: Sequence[Report], own: Profile) -> Profile:
 
 def rounded(cost: Cost) -> Cost:
     """Return a cost of few digits: every start of attn-core reads what ships."""
-    return Cost(*(None if x is None else float(f"{x:.{DIGITS}g}") for x in cost))
+    measured = {name: x for name, x in cost._asdict().items() if x is not None}
+    return Cost(**{name: float(f"{x:.{DIGITS}g}") for name, x in measured.items()})
 
 
 def text_of(made: Profile) -> str:

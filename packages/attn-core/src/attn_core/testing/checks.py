@@ -121,7 +121,7 @@ def _sessions(kind: Kind, base: Point, finest: Point, passes: int) -> Iterator[T
     yield partial(_session, kind, finest, "auto", passes)
     for store in ("auto", "fp8_e4m3"):
         yield partial(_session, kind, base, store, passes // 3)
-    yield partial(_session, kind, base, "auto", passes // 10, ask=run_two_sessions)
+    yield partial(_session, kind, base, "auto", passes // 10, run=run_two_sessions)
 
 
 def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
