@@ -58,16 +58,6 @@ def bench(kv_dtype="bf16"):
 
 
 TRAPS = {
-    # taken for beams of one length; then a RuntimeError, "Sliding window unsupported"
-    "requests that share their first page": {
-        "query_lens": (1,) * 12,
-        "seq_lens": (1,) * 6 + (5, 9, 300, 17, 65, 129),
-    },
-    "the same with a soft cap": {
-        "query_lens": (1,) * 12,
-        "seq_lens": (1,) * 6 + (5, 9, 300, 17, 65, 129),
-        "logit_cap": 2.0,
-    },
     "a window that leaves out parts of 128 keys": {
         "query_lens": (1, 1, 1),
         "seq_lens": (700, 130, 300),
@@ -135,9 +125,15 @@ def attend(backend, batch, q, cache, layer=LAYER, **more):
     return backend.forward(q, None, None, layer, cache, batch, plan, **more)
 
 
-def test_requests_that_begin_with_one_page_have_their_own_lengths():
-    backend, batch, q, cache = decode_pass([40, 17, 300, 64, 33, 18, 20, 90], shared=True)
-    together = attend(backend, batch, q, cache)
+@pytest.mark.parametrize("logit_cap", [None, 2.0])
+def test_requests_that_begin_with_one_page_have_their_own_lengths(logit_cap):
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64, scale=0.125,
+        logit_cap=logit_cap,
+    )  # fmt: skip
+    lengths = [40, 17, 300, 64, 33, 18, 20, 90]
+    backend, batch, q, cache = decode_pass(lengths, shared=True, layer=layer)
+    together = attend(backend, batch, q, cache, layer)
     view = batch.views["full"]
     for i in range(q.shape[0]):
         alone = ForwardBatch.build(
@@ -147,7 +143,8 @@ def test_requests_that_begin_with_one_page_have_their_own_lengths():
             page_table=view.page_table[i : i + 1],
             page_size=16,
         )
-        torch.testing.assert_close(together[i : i + 1], attend(backend, alone, q[i : i + 1], cache))
+        own = attend(backend, alone, q[i : i + 1], cache, layer)
+        torch.testing.assert_close(together[i : i + 1], own)
 
 
 @pytest.mark.parametrize("window", [None, 20])
