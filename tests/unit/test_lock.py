@@ -91,6 +91,14 @@ def test_the_same_decision_elsewhere_is_accepted_and_says_what_changed():
     ]
 
 
+def test_how_many_layers_there_are_is_no_part_of_a_lock():
+    """A lock from before they were counted is the same, as is one of a part of the layers."""
+    counted = replace(NEEDS, layers=(replace(LAYER, num_layers=28),))
+    now = locked(PLAIN, counted, libraries=HERE)
+    assert now.asked["layer 0"] == "kind mha, head_dim 64, num_q_heads 8, num_kv_heads 2"
+    assert require(locked(PLAIN, libraries=HERE), now) == []
+
+
 def why(old, new, what="decode"):
     [move] = [m for m in moves(old, new) if m.what == what]
     return move.then.choice, move.now.choice, move.why

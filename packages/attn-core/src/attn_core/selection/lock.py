@@ -171,10 +171,11 @@ def _requirement_texts(needs: Requirements, workload: Workload) -> dict[str, str
 
 
 def _value_text(value: Any) -> str:
+    """Write a value; of a dataclass the fields by which two are compared, unless plain."""
     if not is_dataclass(value):
         return str(value)
     texts = []
-    for f in fields(value):
+    for f in (f for f in fields(value) if f.compare):
         plain = f.default if f.default_factory is MISSING else f.default_factory()
         if f.name == "kind" or getattr(value, f.name) != plain:
             texts.append(f"{f.name} {_value_text(getattr(value, f.name))}")
