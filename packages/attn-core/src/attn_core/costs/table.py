@@ -144,7 +144,7 @@ class _Times(NamedTuple):
         if self.plans is None or len(groups) == 1:
             return None
         found: set[Candidates] = set()
-        for count in range(2, len(every) + 1):
+        for count in range(2, min(len(every), len(groups)) + 1):  # a group has one candidate
             for able in itertools.combinations(every, count):
                 fastest = (min(able, key=lambda i: self.us[i][group]) for group in groups)
                 found.add(tuple(fastest))
