@@ -45,6 +45,15 @@ def test_parts_of_any_strides_and_of_no_token(vendor):
     assert total.shape == (0, 2)
 
 
+@pytest.mark.parametrize(
+    ("parts", "width"), [(16, 512), (17, 16), (2, 4), (2, 20), (2, 520), (2, 0), (0, 16)]
+)
+def test_what_the_operator_does_not_take_is_merged_by_torch(vendor, parts, width):
+    out, lse = torch.randn(parts, 3, 2, width), torch.randn(parts, 3, 2)
+    for x, y in zip(merge.merge_states(out, lse), merge_states(out, lse), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_a_backend_that_returns_states_gives_npu_tensors_this_kernel(vendor):
     merge.register()
     has = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -235,6 +235,8 @@ def npu_attention_update(lse, local_out, update_type):
     """Merge parts by the documented formula: NaN where all are -inf, or any is +inf."""
     check(update_type in (0, 1), "update_type is 0 or 1")
     check(len(lse) == len(local_out), "one lse for each local_out")
+    check(1 <= len(lse) <= 16, "sp is from 1 to 16")
+    check(local_out[0].shape[1] in range(8, 513, 8), "head_dim: a multiple of 8 from 8 to 512")
     for sums, part in zip(lse, local_out, strict=True):
         check(sums.dtype == torch.float32, "lse: float32")
         check(part.dtype in (torch.float32, *HALF), "local_out: float32, float16, bfloat16")

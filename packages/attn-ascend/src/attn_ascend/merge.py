@@ -12,6 +12,8 @@ from attn_ascend.library import operator
 
 UPDATE: Final = ("lse", "local_out", "update_type")
 WITH_LSE: Final = 1  # of update_type: the merged log-sum-exp is returned too
+MOST_PARTS: Final = 16  # that the operator takes, by CANN's documentation of aclnnAttentionUpdate
+WIDTHS: Final = range(8, 513, 8)  # of a head that the operator takes, by the same page
 
 
 @cache
@@ -26,11 +28,12 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
     The operator's formula is NaN where every part is empty (-inf) and where a part is +inf, and
     0 · NaN is NaN. So parts without weight are zeros with the lowest finite log-sum-exp, and parts
-    with +inf have 0 in place of it.
+    with +inf have 0 in place of it. What the operator does not take is merged by torch's operators.
     """
     parts, width = lse.shape[0], out.shape[-1]
-    if not lse.numel() or not width:
-        return out.new_zeros(out.shape[1:]), lse.new_full(lse.shape[1:], -torch.inf)
+    if not lse.numel() or parts > MOST_PARTS or width not in WIDTHS:
+        merged, total = torch.ops.attn_core.merge_states.default.decompose(out, lse)
+        return merged, total
     update = operator("npu_attention_update", UPDATE)
     lse = lse.float()
     endless = lse == torch.inf
