@@ -42,7 +42,7 @@ def run_cases(monkeypatch, folder, source):
         patch.setattr(build, "SOURCE", source)
         patch.setattr(build, "_run", sanitized)
         build.build(folder / "attn-intel").rename(folder / "attn-intel" / name)
-    asked = [sys.executable, "-m", "pytest", "-qxs", "-p", "no:cacheprovider", str(EDGES)]
+    asked = [sys.executable, "-m", "pytest", "-xs", "-p", "no:cacheprovider", str(EDGES)]
     options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(runtimes)}
     environment = {**os.environ, **options, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "2"}
     return subprocess.run(
@@ -55,7 +55,7 @@ def test_no_case_leaves_its_memory(monkeypatch, tmp_path):
     compiled()
     done = run_cases(monkeypatch, tmp_path, build.SOURCE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout or "100%" in done.stdout
+    assert " passed" in done.stdout, done.stdout
 
 
 @pytest.mark.long
