@@ -76,6 +76,18 @@ class Broken(TorchNative):
         raise RuntimeError("no kernel\nfor this shape")
 
 
+class PlansOnce(TorchNative):
+    """A backend whose second plan fails."""
+
+    planned = False
+
+    def init_forward_metadata(self, batch):
+        if self.planned:
+            raise RuntimeError("no second plan")
+        self.planned = True
+        return super().init_forward_metadata(batch)
+
+
 @pytest.fixture
 def registry(monkeypatch):
     """Torch_native, and two backends with its rows that are wrong and that raise."""
@@ -115,6 +127,15 @@ def test_what_is_wrong_or_fails_is_listed_and_has_no_times(registry):
     assert "allowed" in reasons["wrong"]
     assert reasons["broken"] == "RuntimeError: no kernel for this shape"
     assert all(cost.us > 0 and cost.low <= cost.us <= cost.high for cost in profile.costs.values())
+
+
+def test_a_plan_that_fails_when_it_is_timed_ends_no_tuning(registry):
+    sys.modules["faulty_backends"].Broken = PlansOnce
+    _, profile = run(planned(registry))
+    assert {key.backend for key in profile.costs} == {"torch_native"}
+    assert {why for key, why in profile.bad.items() if key.backend == "broken"} == {
+        "RuntimeError: no second plan"
+    }
 
 
 FORMS = {

@@ -134,12 +134,15 @@ def run(
         with spent.on(ALL, "rounds"):
             timed = measure({i: passes[key].call for i, key in names.items()}, clock, seconds)
         with spent.on(ALL, "plans"):
-            plans = {key: least(x.plan, clock) for key, x in passes.items()}
+            plans = dict[Key, float]()
+            for key, x in passes.items():
+                with _noting(bad, key, named[key], device):
+                    plans[key] = least(x.plan, clock)
     pool = weakref.ref(inputs.pool)
     del inputs, passes
     with spent.on(ALL, "release"):
         release(device, held=pool() is not None)
-    costs = {names[i]: cost._replace(plan_us=plans[names[i]]) for i, cost in timed.items()}
+    costs = {key: timed[i]._replace(plan_us=plans[key]) for i, key in names.items() if key in plans}
     return costs, bad, spent
 
 
