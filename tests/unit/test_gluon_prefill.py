@@ -246,9 +246,9 @@ def test_parts_are_merged_in_one_order():
     [
         ("total = total * shrink + weight", "total += weight"),
         ("acc = acc * shrink[:, None] + x", "acc = acc + x"),
-        ("(before + part * tiles + tile)", "(before + part + tile * count)"),
-        ("turn * ROWS, BM, count *", "turn * ROWS, BM, 2 * count *"),
-        ("lse, mask=live)", "lse * 1.01, mask=live)"),
+        ("(first_tile + part * tiles + tile)", "(first_tile + part + tile * count)"),
+        ("program * ROWS, BM, count *", "program * ROWS, BM, 2 * count *"),
+        ("lse, mask=row_mask)", "lse * 1.01, mask=row_mask)"),
     ],
 )
 def test_a_fault_of_the_merge_is_seen(before, after):

@@ -49,7 +49,7 @@ def kernels():
 
 
 def lines(*heads):
-    """Lines of heads, (verticals, slashes) each, filled up with NO_LINE."""
+    """Lines of heads, (verticals, slashes) each, filled up with NO_INDEX."""
     sides = []
     for side, down in ((0, False), (1, True)):
         most = max(len(head[side]) for head in heads)

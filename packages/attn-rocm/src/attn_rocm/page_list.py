@@ -16,9 +16,9 @@ class PageList:
 
     Request b has indices[indptr[b]:indptr[b + 1]]; its last page holds last_page_len[b] tokens.
     indptr [B + 1], last_page_len [B]. Entries past the last request repeat its last page.
-    With a gap the list has 2 · B requests: each is followed by one that repeats its last page `gap`
-    times and belongs to no query, for a kernel that looks ahead and multiplies by 0 what it reads
-    there, so that it never reads another request's numbers, or a NaN.
+    With `spare` entries the list has 2 · B requests: each is followed by one that repeats its last
+    page `spare` times and belongs to no query. They are for a kernel that looks ahead and
+    multiplies by 0 what it reads there: it never reads another request's numbers, or a NaN.
     """
 
     indptr: Tensor
@@ -31,14 +31,14 @@ class PageList:
     ) -> PageList:
         """List the pages of a view in `size` entries; never syncs. kernel_page divides page_size.
 
-        size: at least num_pages(view, kernel_page), and the gaps.
+        size: at least num_pages(view, kernel_page), and `spare` for each request.
         """
         lengths = view.seq_lens
         counts = (lengths + (kernel_page - 1)) // kernel_page
-        counts_with_gaps = (
+        counts_with_spare = (
             torch.stack((counts, torch.full_like(counts, spare)), 1).flatten() if spare else counts
         )
-        indptr = torch.nn.functional.pad(counts_with_gaps.cumsum(0, dtype=torch.int32), (1, 0))
+        indptr = torch.nn.functional.pad(counts_with_spare.cumsum(0, dtype=torch.int32), (1, 0))
         entry = torch.arange(size, dtype=torch.int32, device=indptr.device)
         step = 2 if spare else 1
         first, end = indptr[:-1:step], indptr[step::step].contiguous()

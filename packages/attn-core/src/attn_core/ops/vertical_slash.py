@@ -24,7 +24,7 @@ NO_INDEX = 2**31 - 1  # fills the lines of a head that has fewer
 
 
 class VerticalSlash(NamedTuple):
-    """The lines of H heads; a head that has fewer is filled up with NO_LINE.
+    """The lines of H heads; a head that has fewer is filled up with NO_INDEX.
 
     vertical: int32 [H, NV], keys counted from 0, ascending. slash: int32 [H, NS], how far a key
     lies before its query, descending.

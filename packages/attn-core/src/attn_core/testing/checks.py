@@ -127,8 +127,8 @@ def _sessions(kind: Kind, base: Point, finest: Point, passes: int) -> Iterator[T
 def _one(options: Sequence[Point], case: Case, rows: Sequence[Capabilities]) -> list[Point]:
     """Choose the first point whose dtype goes with the case's store on some row."""
     auto = case.kv_dtype == "auto"
-    dtypes = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
-    return [point for point in options if point.dtype in dtypes][:1] or [*options[:1]]
+    served = {d for r in rows if auto or case.kv_dtype in r.kv_dtypes for d in r.dtypes}
+    return [point for point in options if point.dtype in served][:1] or [*options[:1]]
 
 
 def _paged(case: Case, point: Point, row: Capabilities) -> Check:

@@ -165,14 +165,14 @@ def _fewer_heads(r: Reproducer) -> Iterator[Step]:
 
 def _with_heads(r: Reproducer, head_slice: slice, heads: Tensor) -> Reproducer:
     """Keep some KV heads and query heads."""
-    head_dim = 2 if r.cache.layout == "NHD" else 1
+    axis = 2 if r.cache.layout == "NHD" else 1
 
     def picked(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
         raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
         return (
-            raw.narrow(head_dim, head_slice.start, head_slice.stop - head_slice.start)
+            raw.narrow(axis, head_slice.start, head_slice.stop - head_slice.start)
             .contiguous()
             .view(x.dtype)
         )

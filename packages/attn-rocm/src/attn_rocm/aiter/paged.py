@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def cu_queries(self) -> Tensor:
-        """Where the queries of those requests begin, int32 [2 · B + 1]: a gap has none."""
+        """Where the queries of those requests begin, int32 [2 · B + 1]: spare ones have none."""
         return self.batch.cu_seqlens_q.repeat_interleave(2)[1:]
 
     def refill(self, batch: ForwardBatch, kernel_page: int) -> None:
