@@ -157,7 +157,8 @@ def judged(case: Case, field: Field, device: torch.device, clock: Clock, seconds
     rounds: list[dict[str, list[float]]] = []
     while len(rounds) < MOST_ROUNDS and not agreeing(rounds[-2:], record):
         costs = measure(timed, clock, seconds / 2)
-        rounds.append({name: [float(f"{x:.5g}") for x in costs[name]] for name in costs})
+        without_plans = {name: cost[:4] for name, cost in costs.items()}
+        rounds.append({n: [float(f"{x:.5g}") for x in cost] for n, cost in without_plans.items()})
     record["rounds"] = rounds[-2:]
     record["rounds_timed"] = len(rounds)
     del inputs, calls, timed
