@@ -135,9 +135,9 @@ def run(
             timed = measure({i: passes[key].call for i, key in names.items()}, clock, seconds)
         with spent.on(ALL, "plans"):
             plans = dict[Key, float]()
-            for key, x in passes.items():
+            for key in passes:
                 with _noting(bad, key, named[key], device):
-                    plans[key] = least(x.plan, clock)
+                    plans[key] = least(passes[key].plan, clock)
     pool = weakref.ref(inputs.pool)
     del inputs, passes
     with spent.on(ALL, "release"):
