@@ -61,13 +61,13 @@ def diff_command(
     Exit code 1: a choice moved.
     """
     then, now = (store.parsed(path, "lock", Lock.from_json) for path in (old, new))
-    asked, moved = differences(then.asked, now.asked), moves(then, now)
+    requested, moved = differences(then.asked, now.asked), moves(then, now)
     changed = changes(then, now)
     if json:
-        print_json({"asked": asked, "moved": [m.to_json() for m in moved], "changed": changed})
+        print_json({"asked": requested, "moved": [m.to_json() for m in moved], "changed": changed})
     else:
         lines = [str(m) for m in moved] or ["every choice is the same"]
-        lines += [f"asked: {text}" for text in asked] + [f"changed: {text}" for text in changed]
+        lines += [f"asked: {text}" for text in requested] + [f"changed: {text}" for text in changed]
         print_text("\n".join(lines))
     if moved:
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ def environment(registry: Registry, device: Device | None = None) -> dict[str, s
     """Return what times on this machine depend on, name → version or text. Imports no torch."""
     here = device or probe_device()
     versions = {name: v for name, v in registry.installed_libraries().items() if v}
-    found: dict[str, str | None] = {
+    entries: dict[str, str | None] = {
         "device": chip(here),
         "driver": _driver() if here.type != "cpu" else None,
         "runtime": here.runtime,
@@ -36,19 +36,19 @@ def environment(registry: Registry, device: Device | None = None) -> dict[str, s
         **{o.distribution: o.version for o in registry.origins.values()},
         **versions,
     }
-    return {name: value for name, value in sorted(found.items()) if value}
+    return {name: value for name, value in sorted(entries.items()) if value}
 
 
 def assumed_environment(registry: Registry, device: Device, libraries: Libraries) -> dict[str, str]:
     """Return the environment of a simulated machine: its libraries are those that are assumed."""
-    found = {
+    entries = {
         "device": device.name or str(device),
         "runtime": device.runtime,
         **{name: version or "assumed" for name, version in libraries.items()},
         "attn-core": attn_core.__version__,
         **{o.distribution: o.version for o in registry.origins.values()},
     }
-    return {name: value for name, value in sorted(found.items()) if value}
+    return {name: value for name, value in sorted(entries.items()) if value}
 
 
 def _driver() -> str | None:

@@ -119,22 +119,22 @@ class CostModel:
         return self._surfaces[kind]
 
     def _estimate(
-        self, far: float, kind: _Kind, measured: Form, points: _Points, asked: Form, size: Pass,
+        self, far: float, kind: _Kind, measured: Form, points: _Points, form: Form, size: Pass,
         graphs: bool,
     ) -> Estimate:  # fmt: skip
         """Return what was measured of this very pass, else what lies on the surface of its kind."""
         if far == 0 and size in points:
             us, low, high, host, plan = points[size]
         else:
-            us, low, high, host, plan = self._surface(kind).at(_filled(asked, measured), size)
+            us, low, high, host, plan = self._surface(kind).at(_filled(form, measured), size)
         if not graphs:
             us, low, high = self._hosts.us(us, host), max(low, host), max(high, host)
         return Estimate(us, min(low, us), max(high, us), far == 0, plan)
 
 
-def _filled(asked: Form, measured: Form) -> Form:
-    """Return the asked form; what it leaves open is as measured."""
-    known = {n: v for n, v in vars(asked).items() if v is not None}
+def _filled(form: Form, measured: Form) -> Form:
+    """Return the form; what it leaves open is as measured."""
+    known = {n: v for n, v in vars(form).items() if v is not None}
     return replace(measured, **known)
 
 

@@ -123,12 +123,12 @@ class Profile:
 
         A version of None in `here` is unknown, and agrees with any.
         """
-        said = []
+        differences = []
         for name in sorted({*self.environment, *here}):
             then, now = self.environment.get(name), here.get(name, "")
             if now is not None and not _same(then or "", now):
-                said.append(f"{name} was {then or 'absent'} and is {now or 'absent'}")
-        return said
+                differences.append(f"{name} was {then or 'absent'} and is {now or 'absent'}")
+        return differences
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; points of one backend, row, form and kind of pass share an entry."""

@@ -28,9 +28,9 @@ def profile_here(
         return store.tuned_profile(registry, device)
     if name == NONE:
         return Profile()
-    found = store.read_profile(Path(name))
-    refuse_foreign(found.differences(environment(registry, device)), name, flag)
-    return found
+    profile = store.read_profile(Path(name))
+    refuse_foreign(profile.differences(environment(registry, device)), name, flag)
+    return profile
 
 
 def refuse_foreign(differs: list[str], name: str, flag: str = "--profile") -> None:

@@ -62,12 +62,12 @@ class Form:
             return None
         far = 0.0
         for f in fields(self):
-            asked, have = getattr(self, f.name), getattr(measured, f.name)
-            if asked is None or asked == have:
+            own, have = getattr(self, f.name), getattr(measured, f.name)
+            if own is None or own == have:
                 continue
             if f.name not in NEAR or have is None:
                 return None
-            far += NEAR[f.name] * abs(math.log2(asked / have))
+            far += NEAR[f.name] * abs(math.log2(own / have))
         return far
 
     @property
@@ -167,20 +167,20 @@ def forms(needs: Requirements, page_size: int | None) -> tuple[Form, ...]:
 
 def numbers(needs: Requirements, page_size: int | None) -> dict[Form, int | None]:
     """Return form → how many layers have it, None where that is not known; as `forms`."""
-    found: dict[Form, int | None] = {}
+    counts: dict[Form, int | None] = {}
     for layer in needs.softmax_layers if _measurable(needs) else ():
         form, n = form_of(layer, needs, page_size), layer.num_layers
-        before = found.get(form, 0)
-        found[form] = None if n is None or before is None else before + n
-    return found
+        before = counts.get(form, 0)
+        counts[form] = None if n is None or before is None else before + n
+    return counts
 
 
 def shares(needs: Requirements, page_size: int | None) -> dict[Form, float]:
     """Return form → its share of the layers; equal shares where one number is not known."""
-    found = numbers(needs, page_size)
-    counts = {form: n or 0 for form, n in found.items()}
+    known = numbers(needs, page_size)
+    counts = {form: n or 0 for form, n in known.items()}
     if not all(counts.values()):
-        counts = dict.fromkeys(found, 1)
+        counts = dict.fromkeys(known, 1)
     return {form: n / sum(counts.values()) for form, n in counts.items()}
 
 

@@ -124,9 +124,9 @@ def others(env: Mapping[str, str]) -> Iterator[str]:
     path = own_path(env)
     for file in sorted(path.parent.glob(path.name.rpartition("-")[0] + "-*.json")):
         with contextlib.suppress(UsageError):
-            found = read_profile(file)
-            if found.device == env.get("device") and file != path:
-                yield f"{file.name} is not used: {', '.join(found.differences(env))}"
+            profile = read_profile(file)
+            if profile.device == env.get("device") and file != path:
+                yield f"{file.name} is not used: {', '.join(profile.differences(env))}"
 
 
 def shipped(modules: Iterable[str], device: str) -> Profile | None:

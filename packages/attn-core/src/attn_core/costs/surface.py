@@ -84,8 +84,8 @@ def _shares(here: Axes, near: Sequence[Axes]) -> list[float]:
         for other in rows[i + 1 :]:
             ratio = other[i] / row[i]
             other[i:] = [a - ratio * b for a, b in zip(other[i:], row[i:], strict=True)]
-    found = [0.0] * count
+    solution = [0.0] * count
     for i in reversed(range(count)):
-        rest = sum(rows[i][j] * found[j] for j in range(i + 1, count))
-        found[i] = (rows[i][-1] - rest) / rows[i][i]
-    return found
+        rest = sum(rows[i][j] * solution[j] for j in range(i + 1, count))
+        solution[i] = (rows[i][-1] - rest) / rows[i][i]
+    return solution

@@ -76,16 +76,16 @@ def table(
                 size = Pass.even(phase, n, length, queries, tree=tree)
                 if phase != "prefill":
                     size = _uneven(size, workload)
-                found = _times(model, rows, forms, numbers, size)
-                if found is not None:
-                    times[requests, bits, queries.bit_length()] = found
+                pass_times = _times(model, rows, forms, numbers, size)
+                if pass_times is not None:
+                    times[requests, bits, queries.bit_length()] = pass_times
         if phase != "prefill":
             served = [x for x in workload.requests if x.bit_length() == requests]
             n = max(served, key=lambda x: workload.requests[x], default=n)
             parts = [
-                (share, found)
+                (share, pass_times)
                 for size, share in workload.batches(phase, n, drafts, tree=tree)
-                if (found := _times(model, rows, forms, numbers, size)) is not None
+                if (pass_times := _times(model, rows, forms, numbers, size)) is not None
             ]
             if parts:
                 captured[requests] = _mean(parts)
@@ -143,12 +143,12 @@ class _Times(NamedTuple):
         every, groups = range(len(self.us)), range(len(self.us[0]))
         if self.plans is None or len(groups) == 1:
             return None
-        found: set[Candidates] = set()
+        picks: set[Candidates] = set()
         for count in range(2, min(len(every), len(groups)) + 1):  # a group has one candidate
             for able in itertools.combinations(every, count):
                 fastest = (min(able, key=lambda i: self.us[i][group]) for group in groups)
-                found.add(tuple(fastest))
-        best = min(sorted(found), key=self.of)
+                picks.add(tuple(fastest))
+        best = min(sorted(picks), key=self.of)
         alone = min(self.of((i,) * len(groups)) for i in every)
         return best if margin * self.of(best) < alone else None
 
@@ -164,10 +164,10 @@ def _times(
     us: list[list[float]] = []
     plans: list[float | None] = []
     for name, digest, graphs in rows:
-        found: list[Estimate | None] = [
+        estimates: list[Estimate | None] = [
             model.estimate(name, digest, form, size, graphs=graphs) for form in forms
         ]
-        known = [x for x in found if x is not None and x.measured]
+        known = [x for x in estimates if x is not None and x.measured]
         if len(known) == len(forms):
             counts = numbers or [1] * len(forms)
             us.append([n * x.us for n, x in zip(counts, known, strict=True)])

@@ -53,16 +53,16 @@ class Trend:
         rows = [[x[i] / us / scale[i] for i in kinds] for x, us in samples]
         gram = [[sum(r[i] * r[j] for r in rows) for j in kinds] for i in kinds]
         right = [sum(r[i] for r in rows) for i in kinds]
-        found = [0.0 for _ in kinds]
+        weights = [0.0 for _ in kinds]
         for _ in range(SWEEPS):
             moved = 0.0
             for i in kinds:
-                rest = sum(gram[i][j] * found[j] for j in kinds if j != i)
+                rest = sum(gram[i][j] * weights[j] for j in kinds if j != i)
                 value = max(0.0, (right[i] - rest) / gram[i][i])
-                moved, found[i] = max(moved, abs(value - found[i])), value
+                moved, weights[i] = max(moved, abs(value - weights[i])), value
             if moved < STILL:
                 break
-        return Trend(tuple(x / s for x, s in zip(found, scale, strict=True)))
+        return Trend(tuple(x / s for x, s in zip(weights, scale, strict=True)))
 
     def us(self, x: Features) -> float:
         return max(LEAST_US, sum(a * b for a, b in zip(self.per_unit, x, strict=True)))

@@ -81,11 +81,11 @@ class Workload:
             ends = list(itertools.accumulate(share for _, share in every))
             places = ((i + 0.5) / requests for i in range(requests))
             mixed = [every[min(bisect.bisect_left(ends, x), len(every) - 1)][0] for x in places]
-            found = [(mixed, 1.0)]
+            batches = [(mixed, 1.0)]
         else:
-            found = [([length], share) for length, share in every]
+            batches = [([length], share) for length, share in every]
         mix: list[tuple[Pass, float]] = []
-        for lengths, share in found:
+        for lengths, share in batches:
             whole = [max(n, drafts) for n in lengths]
             size = Pass(
                 phase=phase,

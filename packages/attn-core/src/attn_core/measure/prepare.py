@@ -25,11 +25,11 @@ class Prepared(NamedTuple):
 def checked(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent) -> Prepared:
     """Prepare a pass, call it once and return it. Raises CheckFailed where it is wrong."""
     name, device = candidate.spec.name, inputs.pool.device
-    found = prepare(candidate, inputs, arch, spent)
+    prepared = prepare(candidate, inputs, arch, spent)
 
     def first() -> Tensor:
         inputs.poison()
-        out = found.call()
+        out = prepared.call()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return out
@@ -37,7 +37,7 @@ def checked(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent
     out = spent.settled(name, "first call", first)
     with spent.on(name, "check"):
         inputs.check(out, rounds=candidate.rounds(inputs.form))
-    return found
+    return prepared
 
 
 def prepare(candidate: Candidate, inputs: Inputs, arch: str | None, spent: Spent) -> Prepared:

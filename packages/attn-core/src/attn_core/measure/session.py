@@ -171,12 +171,12 @@ def _kind(key: Key) -> tuple[str, str, Form, str, bool]:
     return key.backend, key.row, plain(key.form), key.size.phase, key.size.tree
 
 
-def _count(slow: Kinds, most: Most, found: Profile) -> None:
+def _count(slow: Kinds, most: Most, profile: Profile) -> None:
     """Count for each backend the last passes of a kind in which it was far slower, and its work."""
-    costs, best = found.costs, dict[tuple[Form, Pass], float]()
+    costs, best = profile.costs, dict[tuple[Form, Pass], float]()
     for key, cost in costs.items():
         best[key.form, key.size] = min(cost.us, best.get((key.form, key.size), cost.us))
-    for key in found.bad:
+    for key in profile.bad:
         slow[_kind(key)] = slow.get(_kind(key), 0) + 1
     for key, cost in costs.items():
         far = cost.us > FAR * best[key.form, key.size]

@@ -96,12 +96,12 @@ def measure(calls: Mapping[str, Call], clock: Clock, seconds: float) -> dict[str
 
 def least(call: Call, clock: Clock) -> float:
     """Return the least µs of a few calls, each on the host or the device, whichever is longer."""
-    end, found = time.perf_counter() + PLANNING_S, math.inf
+    end, shortest = time.perf_counter() + PLANNING_S, math.inf
     for _ in range(PLANS):
-        found = min(found, max(clock.sample(call)))
+        shortest = min(shortest, max(clock.sample(call)))
         if time.perf_counter() > end:
             break
-    return found
+    return shortest
 
 
 def _spread(costs: Mapping[str, Cost]) -> float:

@@ -14,8 +14,8 @@ def check_write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -
 
     What fitted last is kept with the cache.
     """
-    given = (slots.dtype, slots.shape, k.shape, None if v is None else v.shape)
-    if cache.launchers.get("fits") == given:
+    shapes = (slots.dtype, slots.shape, k.shape, None if v is None else v.shape)
+    if cache.launchers.get("fits") == shapes:
         return
     heads, dim, v_dim = head_dims(cache)
     fits = slots.dtype == torch.int64 and slots.dim() == 1 and k.shape == (*slots.shape, heads, dim)
@@ -25,7 +25,7 @@ def check_write(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -
             f"{list(slots.shape)} of a cache with {heads} heads of {[dim, v_dim] if v_dim else dim}"
             " (expected [slots, heads, head dim] and int64 [slots])"
         )
-    cache.launchers["fits"] = given
+    cache.launchers["fits"] = shapes
 
 
 def stray_slots(cache: LayerCache, *slots: Tensor) -> UsageError:

@@ -49,14 +49,14 @@ class Groups(NamedTuple):
     def of(cls, selection: Selection, layers: Iterable[AttentionLayer]) -> Groups:
         """Return the groups in the order of forms(), by which costs are known."""
         needs, page_size = selection.requirements, selection.page_size
-        asked = forms(needs, page_size)
+        model_forms = forms(needs, page_size)
         by_layer = {}
         for x in layers:
             own = LayerRequirements.of(x, selection.roles["prefill"].row.kind)
             form = form_of(own, needs, page_size)
-            same = (i for i, one in enumerate(asked) if one.distance(form) == 0)
+            same = (i for i, one in enumerate(model_forms) if one.distance(form) == 0)
             by_layer[x.layer_id] = next(same, 0)
-        return cls(tuple(form.layer for form in asked), by_layer)
+        return cls(tuple(form.layer for form in model_forms), by_layer)
 
 
 def shadowed(shadow: ShadowRun, own: Route, batch: ForwardBatch, metadata: Metadata) -> Metadata:
@@ -152,11 +152,9 @@ class Pickers:
             role: tuple(c for c in others if c.backend in names[role][1:])
             for role, others in selection.alternatives.items()
         }
-        made = tables(replace(selection, alternatives=alternatives))
-        groups = Groups.of(selection, layers) if made else Groups()
-        return cls(
-            {role: Picker(backends[role], found, role, groups) for role, found in made.items()}
-        )
+        by_role = tables(replace(selection, alternatives=alternatives))
+        groups = Groups.of(selection, layers) if by_role else Groups()
+        return cls({role: Picker(backends[role], x, role, groups) for role, x in by_role.items()})
 
     def items(self) -> list[tuple[Role, AttentionBackend]]:
         """Return role → backend, of all that may be picked."""
@@ -181,33 +179,33 @@ class Pickers:
         """Return the routes of captured passes of all lengths up to those of a bucket."""
         requests, longest, queries = size
         lengths = range(longest + 1)
-        found = (self.captured_at(mode, (requests, bits, queries)) for bits in lengths)
-        return list(dict.fromkeys(found))
+        picks = (self.captured_at(mode, (requests, bits, queries)) for bits in lengths)
+        return list(dict.fromkeys(picks))
 
 
 def tables(selection: Selection) -> dict[Role, Table]:
     """Return the table of each role in which an alternative takes some pass."""
-    found = {role: _table(selection, role) for role, cs in selection.alternatives.items() if cs}
+    measured = {role: _table(selection, role) for role, cs in selection.alternatives.items() if cs}
     return {
-        role: made
-        for role, made in found.items()
-        if made is not None and winners(made, 1 + len(selection.alternatives[role]))
+        role: by_size
+        for role, by_size in measured.items()
+        if by_size is not None and winners(by_size, 1 + len(selection.alternatives[role]))
     }
 
 
-def winners(made: Table, count: int) -> set[int]:
+def winners(by_size: Table, count: int) -> set[int]:
     """Return which of so many candidates take passes of the chosen one, in all layers or some."""
-    won = {cell.best for cell in made.cells.values() if not cell.near[0]}
-    won |= {index for index in made.graphs.values() if index}
-    return {i for pick in won for i in ((pick,) if pick < count else made.mixed[pick - count])}
+    won = {cell.best for cell in by_size.cells.values() if not cell.near[0]}
+    won |= {index for index in by_size.graphs.values() if index}
+    return {i for pick in won for i in ((pick,) if pick < count else by_size.mixed[pick - count])}
 
 
 def pruned(selection: Selection) -> Selection:
     """Return the selection without the alternatives that take no pass."""
     kept = {}
-    for role, made in tables(selection).items():
+    for role, by_size in tables(selection).items():
         others = selection.alternatives[role]
-        won = winners(made, 1 + len(others))
+        won = winners(by_size, 1 + len(others))
         kept[role] = tuple(c for i, c in enumerate(others, 1) if i in won)
     return selection if kept == selection.alternatives else replace(selection, alternatives=kept)
 
@@ -218,17 +216,17 @@ def digest(selection: Selection) -> str:
     It is equal on two ranks where they pick alike: picks depend on this and on numbers of requests,
     their longest length and their queries.
     """
-    said = [
+    picks = [
         [
             role,
             [c.backend for c in (selection.roles[role], *selection.alternatives[role])],
-            sorted(made.cells.items()),
-            sorted(made.graphs.items()),
-            *made.mixed,
+            sorted(by_size.cells.items()),
+            sorted(by_size.graphs.items()),
+            *by_size.mixed,
         ]
-        for role, made in tables(selection).items()
+        for role, by_size in tables(selection).items()
     ]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:12] if said else ""
+    return hashlib.sha256(repr(picks).encode()).hexdigest()[:12] if picks else ""
 
 
 def _table(selection: Selection, role: Role) -> Table | None:

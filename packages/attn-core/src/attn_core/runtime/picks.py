@@ -18,8 +18,8 @@ def picks(selection: Selection) -> str:
 
     A column is a longest request, a row a number of requests, both up to the next power of two.
     """
-    found = tables(selection)
-    if not found or selection.costs is None:
+    by_role = tables(selection)
+    if not by_role or selection.costs is None:
         return ""
     profile = selection.costs.model.profile
     now = datetime.datetime.now(datetime.UTC)
@@ -28,30 +28,30 @@ def picks(selection: Selection) -> str:
         f"passes are picked by what was measured{where}: profile {profile.digest}, "
         f"{profile.age(now)}; ATTN_ADAPTIVE=0 keeps one backend"
     ]
-    for role, made in found.items():
-        lines += _grid(selection, role, made)
+    for role, by_size in by_role.items():
+        lines += _grid(selection, role, by_size)
     return "\n".join(lines)
 
 
-def _grid(selection: Selection, role: Role, made: Table) -> Iterator[str]:
+def _grid(selection: Selection, role: Role, by_size: Table) -> Iterator[str]:
     names = [c.backend for c in (selection.roles[role], *selection.alternatives[role])]
     groups = [form.layer for form in forms(selection.requirements, selection.page_size)]
-    names += [_mixed(names, groups, pick) for pick in made.mixed]
+    names += [_mixed(names, groups, pick) for pick in by_size.mixed]
     legend = ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
     prompts = ", whole prompts" if role == "prefill" else ""
     yield f"  {label(role)}{prompts}: {legend}; not measured, so 1: ·"
-    lengths = sorted({longest for _, longest, _ in made.cells})
-    graphs = "  graphs" * bool(made.graphs)
+    lengths = sorted({longest for _, longest, _ in by_size.cells})
+    graphs = "  graphs" * bool(by_size.graphs)
     yield f"  {'requests':>10} |" + "".join(f"{_short(b):>6}" for b in lengths) + graphs
-    for requests in sorted({x[0] for x in made.cells} | set(made.graphs)):
-        shown = "".join(f"{_at(role, made, requests, b):>6}" for b in lengths)
-        graph = f"{made.graphs[requests] + 1:>8}" if requests in made.graphs else ""
+    for requests in sorted({x[0] for x in by_size.cells} | set(by_size.graphs)):
+        shown = "".join(f"{_at(role, by_size, requests, b):>6}" for b in lengths)
+        graph = f"{by_size.graphs[requests] + 1:>8}" if requests in by_size.graphs else ""
         yield f"  {_short(requests):>10} |{shown}{graph}"
-    behind = [cell for (_, longest, q), cell in made.cells.items() if q < longest]
+    behind = [cell for (_, longest, q), cell in by_size.cells.items() if q < longest]
     if role == "prefill" and behind:
         counts = Counter(names[_winner(cell)] for cell in behind)
-        said = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-        yield f"  chunks and prompts behind a prefix, of {len(behind)} sizes: {said}"
+        shares = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+        yield f"  chunks and prompts behind a prefix, of {len(behind)} sizes: {shares}"
 
 
 def _mixed(names: Sequence[str], groups: Sequence[str], pick: Candidates) -> str:
@@ -61,12 +61,12 @@ def _mixed(names: Sequence[str], groups: Sequence[str], pick: Candidates) -> str
     )
 
 
-def _at(role: Role, made: Table, requests: int, longest: int) -> str:
-    queries = {q for _, _, q in made.cells}
+def _at(role: Role, by_size: Table, requests: int, longest: int) -> str:
+    queries = {q for _, _, q in by_size.cells}
     sizes: list[Bucket] = [(requests, longest, q) for q in queries]
     if role == "prefill":
         sizes = [(requests, longest, longest)]
-    cell = next((made.cells[size] for size in sizes if size in made.cells), None)
+    cell = next((by_size.cells[size] for size in sizes if size in by_size.cells), None)
     return "·" if cell is None else str(_winner(cell) + 1)
 
 

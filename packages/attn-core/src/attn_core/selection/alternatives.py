@@ -75,19 +75,19 @@ def _decided(s: RowJudge, chosen: Verdict) -> bool:
 def _admissible(selection: Selection, v: Verdict, chosen: Verdict) -> bool:
     """Say whether a row that fits may take passes of the chosen one, over the same cache."""
     row, own = v.row, chosen.row
-    asked = [c.row for c in selection.roles.values()]  # what one asks for, the engine does for all
+    rows = [c.row for c in selection.roles.values()]  # what one asks for, the engine does for all
     return (
         v.expected is not None
         and v.spec.creator(row) is not None
         and (row.absorbed, row.fused_kv_write) == (own.absorbed, own.fused_kv_write)
         and selection.layout in row.layouts
         and takes_page(row, selection.page_size or 1)
-        and _demands_no_more(row, own, asked)
+        and _demands_no_more(row, own, rows)
     )
 
 
-def _demands_no_more(row: Capabilities, own: Capabilities, asked: Sequence[Capabilities]) -> bool:
-    more = any(getattr(row, n) and not any(getattr(x, n) for x in asked) for n in _DEMANDS)
+def _demands_no_more(row: Capabilities, own: Capabilities, rows: Sequence[Capabilities]) -> bool:
+    more = any(getattr(row, n) and not any(getattr(x, n) for x in rows) for n in _DEMANDS)
     less = any(getattr(own, name) and not getattr(row, name) for name in _OFFERS)
     graphs = _LEVELS.index(row.cuda_graph) >= _LEVELS.index(own.cuda_graph)
     return not more and not less and graphs

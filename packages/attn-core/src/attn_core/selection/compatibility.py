@@ -286,9 +286,8 @@ def _speculation_gaps(
     spec = needs.speculation
     if spec is None:
         return
-    limit = (
-        ANY_TOPK if row.max_session_topk is None or row.family == "linear" else row.max_session_topk
-    )
+    session_topk = None if row.family == "linear" else row.max_session_topk
+    limit = ANY_TOPK if session_topk is None else session_topk
     if speculates:
         limit = most_drafts(needs, min(limit, row.max_verify_topk))
     if spec.topk <= limit:

@@ -131,17 +131,17 @@ class Costs:
         where these passes serve few of the workload's requests: one small batch that was measured
         says nothing about a large one.
         """
-        found = [self.parts(spec, row, phase, page_size) for spec, row in rows]
+        by_row = [self.parts(spec, row, phase, page_size) for spec, row in rows]
         passes = self.workload.passes(phase, self.needs.speculation)
         whole = sum(weight * size.requests for size, weight in passes) or 1.0
 
         def served(parts: list[Part]) -> float:
             return sum(p.weight * p.size.requests for p in parts) / whole
 
-        most = max(found, key=served, default=[])
+        most = max(by_row, key=served, default=[])
         wanted, covered = {p.size for p in most}, served(most)
         shares: list[Expected | None] = []
-        for parts in found:
+        for parts in by_row:
             both = tuple(p for p in parts if p.size in wanted)
             compares = covered >= LEAST and len(both) == len(wanted)
             shares.append(Expected(both, covered) if compares else None)

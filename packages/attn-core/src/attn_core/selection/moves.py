@@ -17,11 +17,12 @@ def require(lock: Lock, now: Lock, where: str = "the lock") -> list[str]:
 
     where: what the error calls the lock.
     """
-    asked, moved, changed = differences(lock.asked, now.asked), moves(lock, now), changes(lock, now)
-    if not asked and not moved:
+    requested, moved = differences(lock.asked, now.asked), moves(lock, now)
+    changed = changes(lock, now)
+    if not requested and not moved:
         return changed
     text = [f"the selection differs from {where}"]
-    text += [f"asked: {difference}" for difference in asked]
+    text += [f"asked: {difference}" for difference in requested]
     text += [line for move in moved for line in str(move).split("\n")]
     text += [f"changed: {difference}" for difference in changed]
     text.append("go back to what was locked, or accept this selection with `attn lock`")

@@ -151,7 +151,7 @@ class Shadow:
         self._turns[batch.forward_mode] += 1
         if turn % self.every or self._resting() or _capturing(batch):
             return {}
-        found = {}
+        paired = {}
         try:
             for route in routes:
                 second = self._second.get(id(route.backend))
@@ -160,11 +160,11 @@ class Shadow:
                 refuse_drafts(second.config, batch)
                 own = _read_only(batch)
                 sampled = _Sampled(number, second, own, second.init_forward_metadata(own))
-                found[route] = dataclasses.replace(route, run=partial(self._run, route, sampled))
+                paired[route] = dataclasses.replace(route, run=partial(self._run, route, sampled))
         except Exception as error:  # a plugin's code must not stop the pass that it watches
             self._failed(error)
             return {}
-        return found
+        return paired
 
     def _resting(self) -> bool:
         return self.difference is not None or bool(self.problem)

@@ -138,10 +138,8 @@ class IPEX(AttentionBackend):
         if not plan.longest or not plan.max_q_len:
             return empty_attention(q, layer, out, return_lse)
         self._refuse_cache(layer, cache, plan)
-        filled = out
-        if out is None or out.stride(-1) != 1 or out.dtype != q.dtype:
-            filled = q.new_empty(*q.shape[:2], layer.v_head_dim)
-        assert filled is not None
+        direct = out is not None and out.stride(-1) == 1 and out.dtype == q.dtype
+        filled = out if out is not None and direct else q.new_empty(*q.shape[:2], layer.v_head_dim)
         if layer.sliding_window == 1:  # which the library takes for no window
             self._own_values(filled, layer, cache, plan)
         else:

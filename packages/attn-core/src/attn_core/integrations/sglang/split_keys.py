@@ -131,20 +131,20 @@ class SplitKeys:
         if cached:
             every = self.group.all_gather(q.contiguous(), dim=1)
             wide = self.wide[number]
-            found = dispatcher.forward(every, None, None, wide, batch, metadata, return_lse=True)
-            assert isinstance(found, tuple)
-            outs, lses = self._of_my_heads(*found)
+            output = dispatcher.forward(every, None, None, wide, batch, metadata, return_lse=True)
+            assert isinstance(output, tuple)
+            outs, lses = self._of_my_heads(*output)
         if extends:
             cu, longest = batch.cu_seqlens_q, batch.max_q_len
-            found = dispatcher.forward_ragged(
+            output = dispatcher.forward_ragged(
                 q, k, v, self.own[number], cu, cu, longest, longest, causal=True, return_lse=True
             )
-            assert isinstance(found, tuple)
+            assert isinstance(output, tuple)
             if not cached:
-                out.copy_(found[0])
+                out.copy_(output[0])
                 return
             outs, lses = (
-                torch.cat([x, new[None]]) for x, new in zip((outs, lses), found, strict=True)
+                torch.cat([x, new[None]]) for x, new in zip((outs, lses), output, strict=True)
             )
         out.copy_(merge_states(outs, lses)[0])
 

@@ -160,13 +160,13 @@ def decode(
         "decode", fresh is None, like_q, like_k, like_v, like_g, like_beta, like_out, like_state,
         like_places,
     )  # fmt: skip
-    found = layer.launchers.get(key)
-    if found is None:
+    entry = layer.launchers.get(key)
+    if entry is None:
         chosen = decode_launch(layer.arch, common.V, common.K, state.dtype.itemsize)
         constants = common._replace(FRESH=fresh is not None)
         launcher = Launcher(decode_states, chosen.rows, constants, num_warps=chosen.warps)
-        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
-    launcher, tiles = found
+        entry = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = entry
 
     def arguments() -> tuple[Any, ...]:
         inputs, weights = inputs_of(q, k, v, g, beta), layer.weights_or(q)
@@ -227,15 +227,15 @@ def verify(
     if tree_mask is not None:
         at_mask, like_mask = tree_mask.data_ptr(), alike(tree_mask)
     key = ("verify", width, fresh is None, like_mask, like_tokens, like_states, like_places)
-    found = layer.launchers.get(key)
-    if found is None:
+    entry = layer.launchers.get(key)
+    if entry is None:
         tree, starts, per_channel = tree_mask is not None, fresh is not None, common.PER_CHANNEL
         constants = common._replace(FRESH=starts, TREE=tree, PRECISION=layer.precision(v.dtype))
         chosen = verify_launch(layer.arch, common.V, common.K, width, per_channel=per_channel)
         kernel, last = verify_kda if per_channel else verify_gdn, (chosen.rows, width, constants)
         launcher = Launcher(kernel, *last, num_warps=chosen.warps)
-        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
-    launcher, tiles = found
+        entry = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = entry
 
     def arguments() -> tuple[Any, ...]:
         kept = Records(*map(states_of, records))
@@ -284,14 +284,14 @@ def commit(
         *like((stored, *kept)),
         *map(alike, (*places, mask, accepted)),
     )
-    found = layer.launchers.get(key)
-    if found is None:
+    entry = layer.launchers.get(key)
+    if entry is None:
         tree, starts = tree_mask is not None, fresh is not None
         chosen = commit_launch(layer.arch, layer.common.V, layer.common.K)
         constants = layer.common._replace(FRESH=starts, TREE=tree)
         launcher = Launcher(commit_drafts, chosen.rows, constants, num_warps=chosen.warps)
-        found = layer.launchers[key] = (launcher, layer.tiles(chosen))
-    launcher, tiles = found
+        entry = layer.launchers[key] = (launcher, layer.tiles(chosen))
+    launcher, tiles = entry
     launcher.launch(
         (batch * tiles, state.shape[0], 1),
         (stored, places, kept, accepted, mask, drafts),
