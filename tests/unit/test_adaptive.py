@@ -279,8 +279,8 @@ def test_a_captured_pass_keeps_the_backend_that_it_was_captured_with():
     assert set(dispatcher.captured) >= {dec, other}
 
 
-def test_a_pick_takes_under_two_microseconds_and_reads_no_tensor():
-    """With the counter. Of every repetition the quickest counts: others may have the CPU, too."""
+def test_a_pick_takes_as_long_as_some_lookups_and_reads_no_tensor():
+    """With the counter, under 40 lookups in a dictionary, mostly 15; both take turns."""
     picker, trace = Picker([recorder("a"), recorder("b")], Table(CELLS, {})), Trace()
     pickers = Pickers({"decode": picker})
     one = batch(M.DECODE)
@@ -291,8 +291,16 @@ def test_a_pick_takes_under_two_microseconds_and_reads_no_tensor():
         trace.count("decode", route.backend.config.name, size, False)
         return route
 
-    seconds = min(timeit.repeat(lambda: pick(one), number=2000, repeat=7)) / 2000
-    assert seconds < 2e-6
+    entries = {(x, 1, 2): x for x in range(20)}
+
+    def lookups():
+        for x in range(20):
+            entries[x, 1, 2]
+
+    calls = (lambda: pick(one), lookups)
+    turns = [[timeit.timeit(call, number=100) for call in calls] for _ in range(140)]
+    seconds, of_lookups = map(min, zip(*turns, strict=True))
+    assert seconds < 2 * of_lookups
     assert sum(trace.passes().values()) == 14000
     view, names = one.views["full"], ("page_table", "seq_lens", "out_cache_loc")
     views = {"full": replace(view, **{n: getattr(view, n).to("meta") for n in names})}
