@@ -328,3 +328,14 @@ def test_padding_is_not_cleared(slots, cleared):
     assert [i for i, x in enumerate(is_clear) if x] == cleared
     is_clear = [bool((pool.states.conv[:, i] == 0).all()) for i in range(5)]
     assert [i for i, x in enumerate(is_clear) if x] == cleared
+
+
+@pytest.mark.parametrize("channels", [(0, 6), (6, 0)], ids=["pool", "copy"])
+def test_a_copy_on_the_host_loses_no_convolution(channels):
+    layer = LinearLayer(layer_id=0, num_k_heads=1, num_v_heads=1, head_k_dim=4, head_v_dim=4)
+    source, target = (StatePool([layer], num_slots=2, conv_channels=n) for n in channels)
+    saved, slots = source.to_host(torch.tensor([0])), torch.tensor([1])
+    target.states.state.fill_(3)
+    with pytest.raises(UsageError, match="convolution"):
+        target.from_host(saved, slots)
+    assert bool((target.states.state == 3).all())

@@ -228,7 +228,16 @@ class StatePool:
         return self._read(slots).map(lambda t: t.cpu())
 
     def from_host(self, saved: StateCache, slots: Tensor) -> None:
-        """Write what to_host returned into slots, int64 [N]; these need not be the same."""
+        """Write what to_host returned into slots, int64 [N]; these need not be the same.
+
+        Raises UsageError if the copy or this pool alone has a convolution.
+        """
+        if (saved.conv is None) != (self.states.conv is None):
+            has, lacks = ("pool", "copy") if saved.conv is None else ("copy", "pool")
+            raise UsageError(
+                f"from_host: the {has} has the state of a convolution, the {lacks} has none; "
+                "create both pools with the same conv_channels"
+            )
         for target, source in ((self.states.state, saved.state), (self.states.conv, saved.conv)):
             if target is not None and source is not None:
                 target.index_copy_(1, slots, source.to(target.device))
