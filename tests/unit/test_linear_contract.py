@@ -231,6 +231,9 @@ def test_a_convolution_without_taps_is_refused(width):
         LayerRequirements(kind="gdn", conv_width=width)
 
 
+SLOT = torch.tensor([1])
+
+
 def filled(**changes):
     found = pool(conv_channels=6, num_drafts=2, **changes)
     for x in vars(found.states).values():
@@ -339,3 +342,36 @@ def test_a_copy_on_the_host_loses_no_convolution(channels):
     with pytest.raises(UsageError, match="convolution"):
         target.from_host(saved, slots)
     assert bool((target.states.state == 3).all())
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda p: p.zero_slots(torch.tensor([1]).int()), r"int32 \[1\] \(expected torch.int64"),
+        (lambda p: p.zero_slots(torch.tensor(1)), r"int64 \[\] \(expected torch.int64 \[N\]"),
+        (lambda p: p.zero_slots(torch.tensor([-2])), r"-2 to -2 \(expected -1 to 4\)"),
+        (lambda p: p.to_host(torch.tensor([1, 5])), r"1 to 5 \(expected 0 to 4\)"),
+        (lambda p: p.copy_slots(torch.tensor([0, -1]), torch.tensor([1, 2])), "-1 to 0 .*0 to 4"),
+        (lambda p: p.copy_slots(torch.tensor([0, 1]), torch.tensor([2, -1])), "-1 to 2 .*0 to 4"),
+        (
+            lambda p: p.copy_slots(torch.tensor([0]), torch.tensor([1, 2])),
+            r"\[2, 1, 4, 16, 8\] for 2 slots",
+        ),
+        (
+            lambda p: p.from_host(filled(dtype="bf16").to_host(torch.tensor([0])), SLOT),
+            r"bfloat16 \[2, 1, .*expected torch.float32",
+        ),
+        (
+            lambda p: p.from_host(pool(conv_channels=5).to_host(torch.tensor([0])), SLOT),
+            r"\[2, 1, 5, 3\] for 1 slots",
+        ),
+    ],
+)
+def test_slots_and_copies_that_do_not_fit_are_refused(use, message):
+    """Torch's own errors came in their place, and from_host had written a part by then."""
+    found = filled()
+    before = found.states.map(torch.clone)
+    with pytest.raises(UsageError, match=message):
+        use(found)
+    assert torch.equal(found.states.state, before.state)
+    assert torch.equal(found.states.conv, before.conv)

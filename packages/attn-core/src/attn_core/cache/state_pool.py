@@ -205,13 +205,14 @@ class StatePool:
         return memory // pool.bytes_per_slot
 
     # What a slot is copied, kept or cleared with: states and convolution of all layers. The drafts
-    # of a slot belong to one pass and stay where they are.
+    # of a slot belong to one pass and stay. A look at slots would wait for a device, not for a CPU.
     def copy_slots(self, src: Tensor, dst: Tensor) -> None:
-        """Copy slots, int64 [N] each, as if all were read before any is written."""
+        """Copy slots, int64 [N] each, all read before any is written. Raises UsageError."""
         self.from_host(self._read(src), dst)
 
     def zero_slots(self, slots: Tensor) -> None:
-        """Clear slots, int64 [N]; -1 is padding. Never syncs."""
+        """Clear slots, int64 [N]; -1 is padding. Never syncs. Raises UsageError."""
+        self._check_slots(slots, lowest=-1)
         if not slots.numel():
             return
         top = slots.amax()  # in the place of padding; below 0 where all is
@@ -224,26 +225,43 @@ class StatePool:
         self.states.map(clear, drafts=False)
 
     def to_host(self, slots: Tensor) -> StateCache:
-        """Return a copy of slots, int64 [N], in the host's memory."""
+        """Return a copy of slots, int64 [N], in the host's memory. Raises UsageError."""
         return self._read(slots).map(lambda t: t.cpu())
 
     def from_host(self, saved: StateCache, slots: Tensor) -> None:
         """Write what to_host returned into slots, int64 [N]; these need not be the same.
 
-        Raises UsageError if the copy or this pool alone has a convolution.
+        Raises UsageError for a copy of another shape or dtype than these slots have, and if it or
+        this pool alone has a convolution.
         """
+        self._check_slots(slots)
         if (saved.conv is None) != (self.states.conv is None):
             has, lacks = ("pool", "copy") if saved.conv is None else ("copy", "pool")
             raise UsageError(
                 f"from_host: the {has} has the state of a convolution, the {lacks} has none; "
                 "create both pools with the same conv_channels"
             )
-        for target, source in ((self.states.state, saved.state), (self.states.conv, saved.conv)):
-            if target is not None and source is not None:
-                target.index_copy_(1, slots, source.to(target.device))
+        both = ((self.states.state, saved.state), (self.states.conv, saved.conv))
+        pairs = [(t, s) for t, s in both if t is not None and s is not None]
+        for target, source in pairs:
+            shape = [target.shape[0], slots.numel(), *target.shape[2:]]
+            if list(source.shape) != shape or source.dtype != target.dtype:
+                got, wanted = f"{source.dtype} {list(source.shape)}", f"{target.dtype} {shape}"
+                raise UsageError(f"{got} for {slots.numel()} slots (expected {wanted})")
+        for target, source in pairs:
+            target.index_copy_(1, slots, source.to(target.device))
 
     def _read(self, slots: Tensor) -> StateCache:
+        self._check_slots(slots)
         return self.states.map(lambda t: t.index_select(1, slots), drafts=False)
+
+    def _check_slots(self, slots: Tensor, *, lowest: int = 0) -> None:
+        if slots.dtype != torch.int64 or slots.dim() != 1:
+            raise UsageError(f"slots {slots.dtype} {list(slots.shape)} (expected torch.int64 [N])")
+        if slots.is_cpu and slots.numel():
+            (low, high), top = map(int, slots.aminmax()), self.num_slots - 1
+            if low < lowest or high > top:
+                raise UsageError(f"state slots {low} to {high} (expected {lowest} to {top})")
 
 
 def _dims(x: StateLayer) -> tuple[int, int, int, int, tuple[int, ...]]:
