@@ -118,7 +118,7 @@ def ipex() -> Sequence[Capabilities]:
         page_sizes={1, 2, 4, 8, 16, 32, 64, 128},
         max_page_size=128,
         preferred_page_size=16,
-        preferred_page_reason="a prompt is multiplied page by page, with pages of 1 a key at a time",
+        preferred_page_reason="a prompt is multiplied page by page: with 1, key by key",
         layouts={"HND"},
         sliding_window=True,
         logit_cap=True,
