@@ -69,10 +69,10 @@ class Sequences:
         """Say whether these requests lie in the pool of `memory`."""
         return self._memory is memory
 
-    def __deepcopy__(self, memo: object) -> Sequences:
+    def __reduce_ex__(self, protocol: object) -> str:
         raise UnsupportedError(
-            "a paged cache cannot be copied; to go on from one prompt several times, repeat its "
-            "rows with batch_repeat_interleave() or run the prompt again"
+            "a paged cache cannot be copied or pickled; to go on from one prompt several times, "
+            "repeat its rows with batch_repeat_interleave() or run the prompt again"
         )
 
     def _new_key(self) -> str:
