@@ -84,7 +84,7 @@ class Sequences:
             self._memory.release(self._keys)
             if self._states is not None:
                 self._states.release()
-        self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool, device="cpu")
+        self._lens, self._seen, self._broken = [], self._seen[:0, :0], False
 
     @property
     def can_crop(self) -> bool:
