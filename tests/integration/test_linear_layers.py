@@ -330,6 +330,8 @@ def test_a_failed_pass_loses_no_more_than_it_has_overwritten(name: str) -> None:
         mend()
         with pytest.raises(UnsupportedError, match="overwritten their states; start a new cache"):
             model(ids[:, 4:], past_key_values=plain)
+        plain.reset()
+        same(model(ids, past_key_values=plain).logits, whole)
         del plain, recorded, new
         gc.collect()
         assert engine.num_states == engine.num_held == 0

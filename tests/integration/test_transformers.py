@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -595,8 +596,9 @@ def test_a_backward_pass_is_refused() -> None:
 def test_a_paged_cache_is_not_copied(llama: Any) -> None:
     with torch.no_grad(), enable(llama):
         cache = llama(torch.tensor([[3, 4, 5]])).past_key_values
-        with pytest.raises(UnsupportedError, match="cannot be copied"):
-            copy.deepcopy(cache)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied"):
+                attempt(cache)
 
 
 def test_unsupported_architectures_say_what_is_possible() -> None:

@@ -69,10 +69,10 @@ class Sequences:
         """Say whether these requests lie in the pool of `memory`."""
         return self._memory is memory
 
-    def __deepcopy__(self, memo: object) -> Sequences:
+    def __reduce_ex__(self, protocol: object) -> str:
         raise UnsupportedError(
-            "a paged cache cannot be copied; to go on from one prompt several times, repeat its "
-            "rows with batch_repeat_interleave() or run the prompt again"
+            "a paged cache cannot be copied or pickled; to go on from one prompt several times, "
+            "repeat its rows with batch_repeat_interleave() or run the prompt again"
         )
 
     def _new_key(self) -> str:
@@ -84,7 +84,7 @@ class Sequences:
             self._memory.release(self._keys)
             if self._states is not None:
                 self._states.release()
-        self._lens, self._seen = [], torch.zeros(0, 0, dtype=torch.bool, device="cpu")
+        self._lens, self._seen, self._broken = [], self._seen[:0, :0], False
 
     @property
     def can_crop(self) -> bool:
