@@ -266,6 +266,8 @@ class Engine:
         if tokens is None:
             return None
         refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
+        if self._attention.latent:
+            mla.check_projections(self._attention.modules)
         config, use_cache = self._decoder.config, arguments.get("use_cache")
         has_cache = past is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if past is None else past
