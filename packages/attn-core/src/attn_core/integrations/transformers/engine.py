@@ -278,8 +278,8 @@ class Engine:
         mask = padding_mask(arguments, requests.columns)
         requests.begin(tokens.shape[0], tokens.shape[1], mask, marks)
         if self._attention.rotary is not None and requests.current.batch is not None:
-            shape = (tokens.shape[0], tokens.shape[1])
-            arguments["position_ids"] = requests.current.chunk_positions(shape)
+            shape, own = (tokens.shape[0], tokens.shape[1]), arguments.get("position_ids")
+            arguments["position_ids"] = requests.current.chunk_positions(shape, own)
         return _Call(cache, requests, tokens, has_cache, past is None)
 
     @eager
