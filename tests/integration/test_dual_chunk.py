@@ -158,6 +158,18 @@ def test_padding_and_missing_position_ids_change_nothing() -> None:
             torch.testing.assert_close(model(row[None]).logits[0], logits[-len(row) :])
 
 
+def test_position_ids_of_another_count_are_refused() -> None:
+    """They were replaced by the places in chunks, silently."""
+    model, ids = model_of(), torch.arange(3, 13).expand(2, -1)
+    positions = torch.arange(10)[None]
+    with torch.no_grad(), enable(model):
+        expected = model(ids).logits
+        torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
+        for other in (positions + 5, 2 * positions):
+            with pytest.raises(UnsupportedError, match="position_ids that do not count"):
+                model(ids, position_ids=other, attention_mask=torch.ones_like(ids))
+
+
 def test_another_family_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="dual_chunk_attention_config in a llama model"):
         enable(tiny("llama", dual_chunk_attention_config=CHUNKS))

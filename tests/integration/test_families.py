@@ -408,6 +408,24 @@ def test_latents_are_all_that_is_stored() -> None:
         enable(model)
 
 
+def test_what_is_added_to_an_absorbed_projection_after_enable_is_refused() -> None:
+    """An adapter or a hook of kv_b_proj never ran: its part was missing from the logits."""
+    model, ids = tiny("deepseek_v3"), torch.tensor([[1, 5, 9]])
+    module = model.model.layers[1].self_attn
+    plain = module.kv_b_proj
+    with torch.no_grad(), enable(model):
+        expected = model(ids).logits
+        module.kv_b_proj = torch.nn.Sequential(plain)  # as an adapter wraps a layer
+        with pytest.raises(UnsupportedError, match="layer 1: kv_b_proj is a Sequential"):
+            model(ids)
+        module.kv_b_proj = plain
+        hook = plain.register_forward_hook(lambda _module, _inputs, out: out + 1)
+        with pytest.raises(UnsupportedError, match="layer 1: kv_b_proj has a hook"):
+            model(ids)
+        hook.remove()
+        torch.testing.assert_close(model(ids).logits, expected)
+
+
 def test_the_vision_tower_attends_ragged() -> None:
     model, inputs = tiny("qwen2_vl"), inputs_of("qwen2_vl")
     with enable(model, page_size=16) as engine:

@@ -266,6 +266,8 @@ class Engine:
         if tokens is None:
             return None
         refuse_changes(self._attention.linear_layers, self._attention.linear_modules)
+        if self._attention.latent:
+            mla.check_projections(self._attention.modules)
         config, use_cache = self._decoder.config, arguments.get("use_cache")
         has_cache = past is not None or (config.use_cache if use_cache is None else use_cache)
         cache = DynamicCache(config=config) if past is None else past
@@ -276,8 +278,8 @@ class Engine:
         mask = padding_mask(arguments, requests.columns)
         requests.begin(tokens.shape[0], tokens.shape[1], mask, marks)
         if self._attention.rotary is not None and requests.current.batch is not None:
-            shape = (tokens.shape[0], tokens.shape[1])
-            arguments["position_ids"] = requests.current.chunk_positions(shape)
+            shape, own = (tokens.shape[0], tokens.shape[1]), arguments.get("position_ids")
+            arguments["position_ids"] = requests.current.chunk_positions(shape, own)
         return _Call(cache, requests, tokens, has_cache, past is None)
 
     @eager

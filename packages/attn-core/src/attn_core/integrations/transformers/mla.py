@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_core.errors import UnsupportedError
+
 # k = W_k c and v = W_v c for the latent c of a token, so q·k = (W_k^T q)·c and the attention's
 # output is W_v (sum p c): DeepSeek-V2, section 2.1.2. Heads then share one key [c, rope] of
 # kv_lora_rank + qk_rope_head_dim numbers, the values are its first kv_lora_rank.
@@ -27,6 +29,26 @@ def expand_again(modules: Iterable[nn.Module]) -> None:
 
 def _as_they_are(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rope
+
+
+def check_projections(modules: Iterable[Any]) -> None:
+    """Raise UnsupportedError for a kv_b_proj that computes more than its weight says.
+
+    Absorbing reads the weight alone: what an adapter or a hook adds would be lost.
+    """
+    for module in modules:
+        projection, layer = module.kv_b_proj, f"layer {module.layer_idx}"
+        if not isinstance(projection, nn.Linear):
+            raise UnsupportedError(
+                f"{layer}: kv_b_proj is a {type(projection).__name__} by now, absorbing it needs a "
+                "Linear; merge its adapter, or disable() attn-core"
+            )
+        hooked = projection._forward_hooks or projection._forward_pre_hooks
+        if hooked or "forward" in vars(projection):
+            raise UnsupportedError(
+                f"{layer}: kv_b_proj has a hook or a replaced forward, and absorbing it reads its "
+                "weight only; remove that, or disable() attn-core"
+            )
 
 
 def absorb(module: Any, query: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from attn_core.errors import UnsupportedError
 from attn_core.integrations.transformers.dual_chunk import ChunkRotary, PassRotation
 from attn_core.ops.conv import ConvPlan, conv_decode, conv_extend, conv_verify
 from attn_core.runtime.backend import Metadata
@@ -65,8 +66,20 @@ class Pass:
         assert self.batch is not None
         return self.rotary.of(self.batch)
 
-    def chunk_positions(self, shape: tuple[int, int]) -> Tensor:
-        """Return the place of each token in its chunk, int64 [B, T], 0 for padding."""
+    def chunk_positions(self, shape: tuple[int, int], position_ids: Tensor | None) -> Tensor:
+        """Return the place of each token in its chunk, int64 [B, T], 0 for padding.
+
+        position_ids: [B or 1, T], those of the call. Raises UnsupportedError where they do not
+        number the tokens of each row from 0: places in chunks do.
+        """
+        assert self.batch is not None
+        if position_ids is not None:
+            own = self._ragged(position_ids.expand(shape)).to(self.batch.positions.device)
+            if not torch.equal(own, self.batch.positions.to(own.dtype)):
+                raise UnsupportedError(
+                    "position_ids that do not count the tokens of each row from 0, in a model with "
+                    "dual chunk attention; leave them out"
+                )
         positions = self._rotation.positions
         if self.real is None:
             return positions.view(shape)
