@@ -44,7 +44,9 @@ def check_projections(modules: Iterable[Any]) -> None:
                 "Linear; merge its adapter, or disable() attn-core"
             )
         hooked = projection._forward_hooks or projection._forward_pre_hooks
-        if hooked or "forward" in vars(projection):
+        # accelerate replaces every forward of a model on several devices, only to move tensors
+        replaced = "forward" in vars(projection) and not hasattr(projection, "_hf_hook")
+        if hooked or replaced:
             raise UnsupportedError(
                 f"{layer}: kv_b_proj has a hook or a replaced forward, and absorbing it reads its "
                 "weight only; remove that, or disable() attn-core"
