@@ -75,13 +75,14 @@ def test_a_part_that_is_none_is_refused(text):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_ended_keeps_what_it_measured_and_says_where(tmp_path, how):
-    """A scheduler ends a job with SIGTERM, a user with Ctrl-C."""
+    """A scheduler ends a job with SIGTERM, a user with Ctrl-C, which background jobs ignore."""
     out = tmp_path / "p.json"
     many = {"prompts": {str(20 + n): 1 for n in range(60)}, "requests": {"2": 1}, "output": 8}
     arguments = ["tune", "--quick", "--minutes", "5", "--out", str(out), *SHAPE]
     arguments += ["--workload", json.dumps(many)]
     code = (
-        "import sys; from attn_core.cli import main; import attn_core.cli.tune as t; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from attn_core.cli import main; import attn_core.cli.tune as t; "
         "t.KEEP_S = 1e9; from attn_core.measure import session as s; kept = s.run\n"
         "def run(*a, **k):\n    found = kept(*a, **k)\n"
         "    print('measured', file=sys.stderr, flush=True)\n    return found\n"
