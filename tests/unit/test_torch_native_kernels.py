@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,3 +48,18 @@ def test_kernels_by_name_compute_what_torch_would_choose_for(how, keys, monkeypa
 def test_on_other_devices_torch_chooses():
     q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
     assert not kernels._prefers_cudnn(q, q)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_2_8_is_not_asked_for_its_kernel_of_cpus(causal, monkeypatch):
+    """It gave wrong numbers there; `nox -s ipex` compares the real one with the suite."""
+    monkeypatch.setattr(kernels, "_FLASH_CPU_WRONG", True)
+    monkeypatch.setattr(kernels, "_FLASH_CPU", None)
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 8, 33, 32, generator=draw)
+    k, v = (torch.randn(2, 2, 33, 32, generator=draw) for _ in range(2))
+    tile = SimpleNamespace(mask=None, causal=causal, dead=None)
+    rest = {"v_dim": 32, "scale": 0.2, "logit_cap": None, "need_lse": False}
+    out, _ = kernels.attend(q, k, v, tile, **rest)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(out, right)

@@ -17,6 +17,8 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _SHORT, _MOST_DIM = (torch.bfloat16, torch.float16), 256  # what the first of the two takes
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# That of torch 2.8 gives wrong numbers in some shapes: windows, long queries without a mask.
+_FLASH_CPU_WRONG = torch.__version__.startswith("2.8.")
 
 
 def attend(
@@ -38,12 +40,13 @@ def attend(
     it, whatever the key and its value are; elsewhere they must be finite.
     """
     mask = None if tile.mask is None else tile.mask.to(q.dtype)
-    formed = logit_cap is not None or (need_lse and q.device.type != "cpu")
+    on_cpu = q.device.type == "cpu"
+    formed = logit_cap is not None or (_FLASH_CPU_WRONG if on_cpu else need_lse)
     if formed or isinstance(scale, Tensor):  # torch's kernels take the scale from the host
         values = k[..., :v_dim] if v is None else v
         return _formed(q, k, values, mask, tile.causal, scale, logit_cap)
     lse: Tensor | None = None
-    if q.device.type == "cpu":
+    if on_cpu:
         out, lse = _flash_cpu(q, k, v, mask, tile.causal, scale)
         out = out[..., :v_dim]
         if (tile.causal or mask is not None) and not _finite(out):
