@@ -243,3 +243,13 @@ def test_the_table_needs_no_torch_and_no_triton():
     code = f"import sys; import {tuning.__name__}; "
     code += "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90", "sm120", "gfx942", "gfx950"])
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_fp8_latents_fit_beside_queries_of_32_bits(arch, rows):
+    """They become as wide as the queries in shared memory, where 128 of them took 396 KiB."""
+    launch = decode_launch(arch, rows, 576, 512, 1, query_bytes=4)
+    stored = launch.stages * launch.block_n * 576
+    wide = (launch.block_n * 512 + launch.block_m * 64) * 4
+    assert stored + wide <= tuning._SHARED.get(arch, 227) * 1024

@@ -225,6 +225,7 @@ class Scheduler:
             fp4=store == "fp4_e2m1",
             shared=sharing is not None,
             requests=LONG if batch_invariant or short else size,
+            query_bytes=TORCH_DTYPES[shape.dtype].itemsize,
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)

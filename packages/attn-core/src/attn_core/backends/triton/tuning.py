@@ -83,6 +83,7 @@ def decode_launch(
     fp4: bool = False,
     shared: bool = False,
     requests: int = LONG,
+    query_bytes: int = 2,
 ) -> Launch:
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
@@ -131,7 +132,7 @@ def decode_launch(
         launch = replace(launch, ctas_per_sm=1)  # two would not fit shared memory
     if v_dim > 256 and launch.block_m == 16 and arch in ("sm100", "sm103"):
         launch = replace(launch, block_n=32)  # beside 64 keys some registers spill
-    return _fitting(launch, arch, head_dim, v_dim, store_bytes)
+    return _fitting(launch, arch, head_dim, v_dim, store_bytes, query_bytes)
 
 
 def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[int, int, int, int]:
@@ -186,7 +187,9 @@ def _extend_launch(arch: str, head_dim: int, v_dim: int, store_bytes: int) -> La
     return _fitting(launch, arch, head_dim, v_dim, store_bytes)
 
 
-def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int) -> Launch:
+def _fitting(
+    launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: int, query_bytes: int = 2
+) -> Launch:
     """Take fewer stages, keys and rows until queries, keys and values fit shared memory."""
     launch = replace(launch, ptx=arch.startswith("sm"))
     capacity = _SHARED.get(arch, 227) * 1024
@@ -194,8 +197,16 @@ def _fitting(launch: Launch, arch: str, head_dim: int, v_dim: int, store_bytes: 
     latent = v_dim > 256 and head_dim > v_dim and parts[0] == width  # values are keys
     key_bytes = sum(parts) * store_bytes
     kv_bytes = key_bytes if latent else key_bytes + width * store_bytes
+    # latents of 8 bits become as wide there as 32-bit queries
+    wide_bytes = sum(parts) * query_bytes if latent and 2 < query_bytes > store_bytes else 0
+
+    def needed() -> int:
+        rows = launch.block_n + launch.block_m
+        stages = launch.stages * launch.block_n * kv_bytes
+        return stages + launch.block_m * key_bytes + rows * wide_bytes
+
     smallest = {"stages": 2, "block_n": 32, "block_m": 32}
-    while launch.stages * launch.block_n * kv_bytes + launch.block_m * key_bytes > capacity:
+    while needed() > capacity:
         if launch.stages > smallest["stages"]:
             launch = replace(launch, stages=launch.stages - 1)
         elif launch.block_n > smallest["block_n"]:
