@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attn_core.costs.profile import Profile
@@ -39,7 +39,8 @@ def check_types(
             check_type(name, value, kind, f"{kind.__name__}, or None")
     for name, value in vars(overrides or Overrides()).items():
         if name in ("prefer", "deny") or (name == "allow" and value is not None):
-            check_type(name, value, (tuple, list), "a tuple of names, as ('triton',)")
+            if isinstance(value, str) or not isinstance(value, Collection):
+                raise UsageError(f"{name} is {value!r} (expected a tuple of names)")
         elif value is not None:
             check_type(name, value, str, "a name")
 
