@@ -906,7 +906,7 @@ def test_an_indexer_is_of_sparse_layers_that_do_not_share():
         mla(4, index_topk=2048)
     with pytest.raises(UsageError, match=r"kind dsa with index_heads .expected none with shares"):
         mla(4, kind="dsa", index_topk=2048, index_heads=4, shares_topk=True)
-    with pytest.raises(UsageError, match=r"index_topk 0 .expected 1 or more"):
+    with pytest.raises(UsageError, match=r"index_topk 0 .expected an integer of 1 or more"):
         mla(4, kind="dsa", index_topk=0)
 
 

@@ -96,6 +96,18 @@ def test_prompts_between_do_not_hide_the_last_decode():
     assert server.shared_keys == found
 
 
+def test_a_pass_of_a_backend_that_does_not_share_is_not_the_pass_before():
+    sharers = Sharers(make_layer(1, dim=32), [200, 190], [0, 8], page=16)
+    shares, alone = sharers.backend(shared_prefix=True), sharers.backend(num_draft_tokens=4)
+    routes = {"prefill": shares, "decode": shares, "verify": alone}
+    server = HybridDispatcher(routes, sharers.pool)
+    server.init_forward_metadata(decode(sharers))
+    assert server.shared_keys.grouped == 2
+    chain = sharers.batch([4, 4], mode=M.TARGET_VERIFY, spec=verify(4, None))
+    server.init_forward_metadata(chain)
+    assert server.shared_keys is None
+
+
 def test_drafts_are_counted_with_their_requests():
     sharers = Sharers(make_layer(1, dim=32), [134, 140, 130, 270], [0, 8, 8, 4], page=16)
     trees = random_trees(4, 8)

@@ -30,11 +30,12 @@ def printable(text: str, most: int = 10_000) -> str:
     return cut if cut.isprintable() else "".join(shown)
 
 
-def near(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def near(name: object, known: Iterable[str], *, prefix: str = "") -> str:
     """Suggest the known names closest to `name`, or list all if they are few or none is close.
 
     prefix: the common prefix of all names, ignored when they are compared.
     """
+    name = str(name)  # it may be what a caller took for a name, as a torch.dtype
     ends = sorted({k.removeprefix(prefix) for k in known})
     close = difflib.get_close_matches(name.removeprefix(prefix), ends, n=3, cutoff=0.5)
     if close and len(ends) > FEW:

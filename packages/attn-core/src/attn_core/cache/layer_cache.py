@@ -75,6 +75,8 @@ class LayerCache:
     layout: str = "NHD"
 
     def __post_init__(self) -> None:
+        if self.layout not in ("NHD", "HND"):
+            raise UsageError(f"layout {self.layout!r} (expected 'NHD' or 'HND')")
         check_scales(
             self.k, self.k_scale, self.v_scale, latent=self.v is None, packed=self.latent_dim > 0
         )

@@ -10,22 +10,31 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import LayerCache
-from attn_core.errors import BatchError, UnsupportedError
+from attn_core.errors import BatchError, UnsupportedError, UsageError
+from attn_core.spec.requirements import is_count
 
 # A token slot is page · page_size + offset. A page table is int32 [B, max_pages], row b holds the
 # pages of request b in order; entries past its pages hold a valid page, the dummy page 0 here.
 
 
+def check_page_size(page_size: int) -> None:
+    """Raise UsageError for a page size that is no integer of 1 or more."""
+    if not is_count(page_size):
+        raise UsageError(f"page size {page_size!r} (expected an integer of 1 or more)")
+
+
 def num_pages_for(num_tokens: int, page_size: int) -> int:
-    """Return how many pages hold `num_tokens` tokens."""
+    """Return how many pages hold `num_tokens` tokens. Raises UsageError for a page size below 1."""
+    check_page_size(page_size)
     return -(-num_tokens // page_size)
 
 
 def reusable_prefix(num_tokens: int, page_size: int) -> int:
     """Return how many tokens of a shared prefix can be reused, which are those in whole pages.
 
-    With page size 64: 65 tokens → 64, 32 tokens → 0.
+    With page size 64: 65 tokens → 64, 32 tokens → 0. Raises UsageError for a page size below 1.
     """
+    check_page_size(page_size)
     return num_tokens // page_size * page_size
 
 
@@ -45,8 +54,11 @@ def pad_batch(
     """Append padded requests up to `batch_size`: tables of page 0 and lengths of `fill_len`.
 
     page_table int32 [B, M], seq_lens int32 [B]. A padded request with n queries needs
-    fill_len >= n. Raises BatchError if the batch is already larger. Never syncs.
+    fill_len >= n. Raises BatchError if the batch is already larger, or if it has not one length per
+    request. Never syncs.
     """
+    if seq_lens.shape != page_table.shape[:1]:
+        raise BatchError(f"{seq_lens.shape[0]} lengths for {page_table.shape[0]} requests")
     extra = batch_size - page_table.shape[0]
     if extra < 0:
         raise BatchError(f"{page_table.shape[0]} requests do not fit a batch of {batch_size}")
@@ -80,8 +92,10 @@ def to_csr(
     """Convert a page table int32 [B, M] and lengths int32 [B] to CSR form, without the padding.
 
     num_pages: the number of pages of all requests, or an upper bound such as B · M. `indices` then
-    has that length and nothing syncs. None reads the number from the device, which syncs.
+    has that length and nothing syncs. None reads the number from the device, which syncs. Raises
+    UsageError for a page size below 1.
     """
+    check_page_size(page_size)
     pages = (seq_lens + (page_size - 1)) // page_size
     indptr = _indptr(pages)
     total = int(indptr[-1]) if num_pages is None else num_pages
@@ -95,7 +109,9 @@ def slot_table(page_table: Tensor, page_size: int, max_len: int | None = None) -
     """Expand a page table to token slots int64 [B, max_len], by default max_pages · page_size.
 
     Column j is the slot of token j; past a request's length it is any valid slot. Never syncs.
+    Raises UsageError for a page size below 1.
     """
+    check_page_size(page_size)
     slots = page_table.long()[:, :, None] * page_size
     slots = slots + torch.arange(page_size, device=page_table.device)
     return slots.flatten(1)[:, :max_len]
@@ -164,6 +180,8 @@ def kernel_pages(pages: Tensor, size: int, *, dense: bool = False) -> Tensor:
 
 
 def _parts(page_size: int, kernel_page_size: int) -> int:
+    check_page_size(page_size)
+    check_page_size(kernel_page_size)
     parts, remainder = divmod(page_size, kernel_page_size)
     if remainder:
         raise UnsupportedError(

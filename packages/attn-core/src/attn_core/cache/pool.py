@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -199,8 +200,14 @@ class KVPool:
         index_dtype: IndexDtype = "bf16",
         index_layers: Collection[int] | None = None,
     ) -> int:
-        """Return how many pages, including the dummy page, fit into `memory` bytes."""
-        return memory // cls.bytes_per_page(
+        """Return how many pages, including the dummy page, fit into `memory` bytes.
+
+        Raises UsageError without layers.
+        """
+        layers = tuple(layers)
+        if not layers:
+            raise UsageError("no layers: a page of none takes no memory")
+        bytes_per_page = cls.bytes_per_page(
             layers,
             page_size=page_size,
             kv_cache_dtype=kv_cache_dtype,
@@ -209,6 +216,7 @@ class KVPool:
             index_dtype=index_dtype,
             index_layers=index_layers,
         )
+        return int(memory // bytes_per_page)
 
 
 def check_latents(layer: CachedLayer) -> None:
@@ -226,8 +234,8 @@ def check_index(dim: int, dtype: str) -> None:
     """Raise UsageError for index keys that a pool cannot store."""
     if dtype not in get_args(IndexDtype):
         raise UsageError(f"index_dtype {dtype!r} (expected {' or '.join(get_args(IndexDtype))})")
-    if dim < 0 or (dim % SCALE_BYTES and dtype == "fp8_e4m3"):
+    if not isinstance(dim, Integral) or dim < 0 or (dim % SCALE_BYTES and dtype == "fp8_e4m3"):
         raise UsageError(
-            f"index_dim {dim} in {dtype} (expected 0 or more, in fp8_e4m3 a multiple of "
+            f"index_dim {dim!r} in {dtype} (expected 0 or more, in fp8_e4m3 a multiple of "
             f"{SCALE_BYTES}: a page's scales follow its values)"
         )

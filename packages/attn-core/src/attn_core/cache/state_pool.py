@@ -101,11 +101,12 @@ class StatePool:
         device: torch.device | str = "cpu",
     ) -> None:
         layers = tuple(layers)
-        first, dims = layers[0] if layers else None, {_dims(x): x.layer_id for x in layers}
-        if first is None or len(dims) > 1:
+        ids, dims = [x.layer_id for x in layers], {_dims(x): x.layer_id for x in layers}
+        if len(dims) != 1 or len(set(ids)) < len(ids):
             dims_text = ", ".join(f"layer {i} {d}" for d, i in dims.items()) or "no layers"
             raise UsageError(
-                f"a pool of states for {dims_text} (expected layers of the same Hk, Hv, K, V and g)"
+                f"a pool of states for layers {ids}, {dims_text} (expected layers of the same Hk, "
+                "Hv, K, V and g, each layer_id once)"
             )
         if dtype not in STATE_DTYPES:
             raise UsageError(
@@ -116,7 +117,7 @@ class StatePool:
                 f"num_slots {num_slots}, num_drafts {num_drafts}, conv_channels {conv_channels}, "
                 f"conv_width {conv_width} (expected at least 1, 0, 0 and 2)"
             )
-        hk, hv, k, v, g = _dims(first)
+        hk, hv, k, v, g = _dims(layers[0])
         slots, n = (len(layers), num_slots), num_drafts
 
         def states(*dims: int, store: str = "fp32") -> Tensor:

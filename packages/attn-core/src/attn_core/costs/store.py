@@ -25,12 +25,12 @@ MOST_BYTES = 32 << 20
 _T = TypeVar("_T")
 
 
-def read_profile(path: pathlib.Path) -> Profile:
+def read_profile(path: pathlib.Path | str) -> Profile:
     """Read a profile. Raises UsageError, which names the file and what is wrong with it."""
     return parsed(path, "profile", Profile.from_json)
 
 
-def parsed(path: pathlib.Path, what: str, parse: Callable[[Any], _T]) -> _T:
+def parsed(path: pathlib.Path | str, what: str, parse: Callable[[Any], _T]) -> _T:
     """Return what `parse` makes of a JSON file; errors name the file. Raises UsageError."""
     text = content(path, what)
     try:
@@ -41,8 +41,9 @@ def parsed(path: pathlib.Path, what: str, parse: Callable[[Any], _T]) -> _T:
         raise UsageError(f"{what} {path}: it is no {what}: {error}") from None
 
 
-def content(path: pathlib.Path, what: str) -> bytes:
+def content(path: pathlib.Path | str, what: str) -> bytes:
     """Return what a file holds, a regular one of at most 32 MiB. Raises UsageError."""
+    path = pathlib.Path(path)
     if not os.path.isfile(path):  # a pipe or a device may never end
         problem = "not a file" if os.path.exists(path) else "No such file"
         raise UsageError(f"{what} {path}: {problem}")

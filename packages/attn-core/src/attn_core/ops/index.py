@@ -12,7 +12,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.cache.paged_tensor import put, take
 from attn_core.ops.kv import has_triton, real_slots, write_kv
 from attn_core.ops.quant import INDEX_SMALLEST, INDEX_UNIT, from_fp8, power_of_two_scale, to_fp8
-from attn_core.ops.write_checks import check_index_write
+from attn_core.ops.write_checks import check_index_write, stray_slots
 
 
 def write_index(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> None:
@@ -26,7 +26,10 @@ def write_index(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) 
 
     Raises UnsupportedError without index keys, UsageError for what does not fit them.
     """
-    _writer(slots.device.type)(cache, keys, slots, form)
+    try:
+        _writer(slots.device.type)(cache, keys, slots, form)
+    except IndexError as error:
+        raise stray_slots(cache, slots) from error
 
 
 def write_latents_and_index(
@@ -72,10 +75,14 @@ def _write(cache: LayerCache, keys: Tensor, slots: Tensor, form: int = -1) -> No
 def read_index(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather token slots, int64 of any shape S, as index keys [*S, dim] in `dtype`.
 
-    FP8 is dequantised in float32. Raises UnsupportedError without index keys.
+    FP8 is dequantised in float32. Raises UnsupportedError without index keys and, on a CPU,
+    UsageError for slots that the cache has not.
     """
     values, scales = cache.index_keys
-    stored = take(values, "NHD", slots)
+    try:
+        stored = take(values, "NHD", slots)
+    except IndexError as error:
+        raise stray_slots(cache, slots) from error
     if scales is None:
         return stored.to(dtype)
     return from_fp8(stored, take(scales, "NHD", slots)[..., None], dtype)

@@ -15,7 +15,7 @@ from attn_core.cache.paged_tensor import put, take, take_pages
 from attn_core.errors import UsageError
 from attn_core.ops.latents import from_latents, to_latents
 from attn_core.ops.quant import from_fp4, from_fp8, to_fp4, to_fp8
-from attn_core.ops.write_checks import check_write, stray_slots
+from attn_core.ops.write_checks import check_write, stray_pages, stray_slots
 
 _Write = Callable[[LayerCache, Tensor, Tensor | None, Tensor, int], None]
 _ReadPages = Callable[[LayerCache, Tensor, torch.dtype], tuple[Tensor, Tensor | None]]
@@ -174,7 +174,10 @@ def read_pages(
     behaves like read_kv. On a GPU with Triton, FP8 and FP4 are one launch for K and one for V.
     """
     quantised = cache.k.dtype.itemsize == 1 and not cache.latent_dim
-    return _page_reader(cache.k.device.type, quantised)(cache, pages, dtype)
+    try:
+        return _page_reader(cache.k.device.type, quantised)(cache, pages, dtype)
+    except IndexError as error:
+        raise stray_pages(cache, pages) from error
 
 
 @cached
@@ -209,8 +212,11 @@ def copy_slots(cache: LayerCache, src: Tensor, dst: Tensor) -> None:
     It copies the partial last page of a draft branch, and compacts the accepted tokens of a tree.
     On a CPU nothing is copied from or to a slot of -1.
     """
-    if src.shape != dst.shape:
-        raise UsageError(f"slots {list(src.shape)} to copy to {list(dst.shape)} (expected as many)")
+    if src.shape != dst.shape or not src.dtype == dst.dtype == torch.int64:
+        raise UsageError(
+            f"slots {src.dtype} {list(src.shape)} to copy to {dst.dtype} {list(dst.shape)} "
+            "(expected as many, int64)"
+        )
     if (real := real_slots(torch.minimum(src, dst))) is not None:
         src, dst = src[real], dst[real]
     try:

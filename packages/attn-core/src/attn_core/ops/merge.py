@@ -21,7 +21,7 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     A part with lse -inf is empty, and its `out` is ignored. If all parts are empty, the result is
     zeros and -inf. A part with lse +inf outweighs all finite ones, whose `out` is ignored; several
     such parts weigh alike, and the merged lse is +inf.
-    Raises UsageError for shapes that do not fit.
+    Raises UsageError for shapes that do not fit and for integers.
     It is torch's operator attn_core::merge_states: torch.library.impl() registers a kernel for the
     tensors of another device.
     out = Σ exp(lse_i - lse) · out_i, lse = log Σ exp(lse_i) (FlashAttention-2, section 3.1).
@@ -31,6 +31,8 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             f"states to merge: out {list(out.shape)} and lse {list(lse.shape)} (expected [n, T, H, "
             "Dv] and [n, T, H])"
         )
+    if not (out.is_floating_point() and lse.is_floating_point()):
+        raise UsageError(f"states to merge: out {out.dtype} and lse {lse.dtype} (expected floats)")
     merged: tuple[Tensor, Tensor] = torch.ops.attn_core.merge_states(out, lse)
     return merged
 

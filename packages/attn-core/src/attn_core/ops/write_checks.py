@@ -37,6 +37,14 @@ def stray_slots(cache: LayerCache, *slots: Tensor) -> UsageError:
     )
 
 
+def stray_pages(cache: LayerCache, pages: Tensor) -> UsageError:
+    """Return the error of pages that the cache has not, at which an index failed on a CPU."""
+    return UsageError(
+        f"pages {int(pages.min())} to {int(pages.max())} of a cache of {cache.num_pages} pages "
+        f"(expected 0 to {cache.num_pages - 1})"
+    )
+
+
 def head_dims(cache: LayerCache) -> tuple[int, int, int]:
     """Return the heads of a cache, the head dim of K and that of V, 0 without V."""
     heads = cache.k.shape[1 if cache.layout == "HND" else 2]

@@ -47,7 +47,11 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, selection: Selection, layers: Iterable[AttentionLayer]) -> Groups:
-        """Return the groups in the order of forms(), by which costs are known."""
+        """Return the groups in the order of forms(), by which costs are known.
+
+        A layer that the requirements do not list counts to the first group, as in GroupRoutes. What
+        a backend does not support in it is refused when it first runs.
+        """
         needs, page_size = selection.requirements, selection.page_size
         model_forms = forms(needs, page_size)
         by_layer = {}

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from attn_core.errors import BatchError
-from attn_core.runtime.batch_checks import check, check_starts, check_states, check_tensor, integers
+from attn_core.runtime.batch_checks import (
+    check,
+    check_number,
+    check_starts,
+    check_states,
+    check_tensor,
+    integers,
+)
+from attn_core.runtime.cache_view import CacheView as CacheView
+from attn_core.runtime.cache_view import positions_of
 
 
 class ForwardMode(enum.Enum):
@@ -39,96 +48,19 @@ class SpecInfo:
     tree_mask: bool [B, n, n], n = num_draft_tokens; mask[b, i, j] = query i sees draft j. Every
     query sees the prefix. None means a chain: query i sees drafts 0..i. Drafts may be in any order:
     the position of a draft is the prefix length plus the number of other drafts that it sees.
+    Raises BatchError for numbers that are no integers of 0 or more.
     """
 
     topk: int
     num_draft_tokens: int
     tree_mask: Tensor | None = None
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CacheView:
-    """The page table, lengths and slots of a batch's requests in one pool.
-
-    page_table: int32 [B, max_pages], page ids, columns contiguous, rows at any stride. Entries past
-    a request's pages, and those before the window of every layer of this view, hold any valid page.
-    The other tensors are contiguous.
-    seq_lens: int32 [B], KV length including this pass's tokens, in every mode.
-    out_cache_loc: int64 [N], token slots (page · page_size + offset) for new K/V. None if the
-    engine writes them itself, before the layer attends.
-    max_seq_len: the largest of seq_lens, or an upper bound, known on the host. In a captured pass
-    it bounds all replays: the tokens that the table has columns for.
-    seq_lens_host: seq_lens on the host.
-    """
-
-    page_table: Tensor
-    seq_lens: Tensor
-    out_cache_loc: Tensor | None
-    max_seq_len: int
-    seq_lens_host: tuple[int, ...] | None = None
-
     def __post_init__(self) -> None:
-        check_tensor("page_table", self.page_table, torch.int32, (None, None), rows=True)
-        b = self.page_table.shape[0]
-        check_tensor("seq_lens", self.seq_lens, torch.int32, (b,))
-        if self.out_cache_loc is not None:
-            check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
-        tensors = (self.page_table, self.seq_lens, self.out_cache_loc)
-        devices = {str(t.device) for t in tensors if t is not None}
-        check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
-        host = self.seq_lens_host
-        if host is not None:
-            check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
-            low, top = min(host, default=0), max(host, default=0)
-            check(low >= 0, f"negative length {low} in seq_lens_host")
-            check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        page_table: Tensor,
-        page_size: int,
-        seq_lens: Sequence[int],
-        new_lens: Sequence[int],
-        writes: bool = True,
-    ) -> CacheView:
-        """Build a view whose requests hold `seq_lens` tokens, the last `new_lens` of them new.
-
-        page_table: int32 [B, max_pages]; the view is on its device.
-        writes: False if the engine writes K/V itself.
-        Raises BatchError if a request has more tokens than its row of the table can hold.
-        """
-        check_tensor("page_table", page_table, torch.int32, (None, None), rows=True)
-        [page_size] = integers("page_size", [page_size])
-        check(page_size >= 1, f"page_size {page_size} (expected 1 or more)")
-        device, capacity = page_table.device, page_table.shape[1] * page_size
-        seq_lens, new_lens = integers("lengths", seq_lens), integers("query lengths", new_lens)
-        check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
-        longest = max(seq_lens, default=0)
-        check(longest <= capacity, f"seq_len {longest} > {capacity}")
-        bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if not 0 <= n <= s]
-        check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
-        slots = None
-        if writes:
-            rows = torch.repeat_interleave(
-                torch.arange(len(seq_lens), device="cpu"),
-                torch.tensor(new_lens, dtype=torch.int64, device="cpu"),
-            )
-            rows, pos = rows.to(device), _positions(seq_lens, new_lens).to(device)
-            slots = page_table[rows, pos // page_size].long() * page_size + pos % page_size
-        return cls(
-            page_table=page_table,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            out_cache_loc=slots,
-            max_seq_len=longest,
-            seq_lens_host=seq_lens,
-        )
-
-
-def _positions(seq_lens: Sequence[int], new_lens: Sequence[int]) -> Tensor:
-    parts = [torch.arange(s - n, s, device="cpu") for s, n in zip(seq_lens, new_lens, strict=True)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
+        check_number("topk", self.topk)
+        check_number("num_draft_tokens", self.num_draft_tokens)
+        mask = self.tree_mask
+        known = mask is None or isinstance(mask, Tensor)
+        check(known, f"tree_mask is {type(mask).__name__} (expected a tensor of bool, or None)")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -181,13 +113,19 @@ class ForwardBatch:
         return {name: x for name, x in vars(self).items() if name != "known"}
 
     def __post_init__(self) -> None:
-        b, t, mode = self.batch_size, self.num_tokens, self.forward_mode
+        mode = self.forward_mode
         check(isinstance(mode, ForwardMode), f"forward_mode {mode!r} (expected a ForwardMode)")
         check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
-        check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
         check_tensor("positions", self.positions, torch.int64, (None,))
+        check_number("max_q_len", self.max_q_len)
+        b, t = self.batch_size, self.num_tokens
+        check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
+        known_spec = self.spec is None or isinstance(self.spec, SpecInfo)
+        check(known_spec, f"spec {self.spec!r} (expected a SpecInfo)")
         devices = {str(x.device) for x in (self.cu_seqlens_q, self.positions)}
+        check(isinstance(self.views, Mapping), f"views {self.views!r} (expected name → CacheView)")
         for name, view in self.views.items():
+            check(isinstance(view, CacheView), f"view {name!r} is a {type(view).__name__}")
             rows = view.page_table.shape[0]
             check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
             devices.add(str(view.page_table.device))
@@ -207,6 +145,8 @@ class ForwardBatch:
 
     def _check_host_lengths(self, b: int, t: int) -> None:
         lens, mode, most = self.query_lens_host, self.forward_mode, self.max_q_len
+        if lens is not None:
+            integers("query_lens_host", lens[:1])
         if lens is None:
             check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
         else:
@@ -267,6 +207,7 @@ class ForwardBatch:
         Positions count up to the sequence length; in a tree they are prefix + depth. Raises
         BatchError.
         """
+        check_tensor("page_table", page_table, torch.int32, (None, None), rows=True)
         device = page_table.device
         query_lens, seq_lens = integers("query lengths", query_lens), integers("lengths", seq_lens)
         full = CacheView.build(
@@ -281,7 +222,7 @@ class ForwardBatch:
             )
             positions = (prefix[:, None] + depth).reshape(-1)
         else:
-            positions = _positions(seq_lens, query_lens).to(device)
+            positions = positions_of(seq_lens, query_lens).to(device)
         return cls(
             forward_mode=forward_mode,
             cu_seqlens_q=torch.tensor([0, *query_lens], device="cpu")

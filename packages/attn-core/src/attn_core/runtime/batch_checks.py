@@ -24,7 +24,13 @@ def integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(map(index, lengths))
     except TypeError:
-        raise BatchError(f"{name} {list(lengths)} (expected integers)") from None
+        raise BatchError(f"{name} {lengths!r} (expected integers, one per request)") from None
+
+
+def check_number(name: str, value: int) -> None:
+    """Raise BatchError unless `value` is an integer of 0 or more, on the host."""
+    [number] = integers(name, [value])
+    check(number >= 0, f"{name} {value} (expected 0 or more)")
 
 
 def check_tensor(
@@ -34,6 +40,7 @@ def check_tensor(
 
     rows: the rows may lie apart.
     """
+    check(isinstance(t, Tensor), f"{name} is {type(t).__name__} (expected a tensor of {dtype})")
     check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
     fits = t.dim() == len(shape) and all(
         expected is None or size == expected for size, expected in zip(t.shape, shape, strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_core.errors import UsageError
 from attn_core.ops.forms import numbered
 from attn_core.spec.dual_chunk import DualChunk
-from attn_core.spec.requirements import check_layer
+from attn_core.spec.requirements import check_layer, check_type
 
 LONGEST_WINDOW = 1 << 30  # tokens: no request has as many
 
@@ -115,6 +115,10 @@ class AttentionLayer:
             raise UsageError(f"{name}: {q} query heads are no multiple of {kv} KV heads")
         if not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
             raise UsageError(f"{name}: scale {self.scale!r} (expected a finite number above 0)")
+        check_type(f"{name}: view", self.view, str, "the name of a CacheView")
+        check_type("layer_id", self.layer_id, Integral, "an integer")
+        if self.dual_chunk is not None:
+            check_type(f"{name}: dual_chunk", self.dual_chunk, DualChunk, "a DualChunk, or None")
         topk = self.index_topk
         if topk is not None and not (isinstance(topk, Integral) and int(topk) >= 1):
             raise UsageError(f"{name}: index_topk {topk!r} (expected an integer of 1 or more)")
@@ -144,6 +148,7 @@ class AttentionLayer:
                     "verticals and slashes of each query head; read_vertical_slash has them)"
                 )
             return
+        check_type(f"{name}: vertical_slash", sizes, (tuple, list), "pairs of integers, per head")
         valid = len(sizes) == self.num_q_heads and all(min(size) >= 1 for size in sizes)
         if not sparse or not valid:
             raise UsageError(

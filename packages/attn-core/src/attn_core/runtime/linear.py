@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from attn_core.errors import UsageError
-from attn_core.spec.requirements import LayerRequirements, is_count
+from attn_core.spec.requirements import LayerRequirements, check_type, is_count
 
 LOWEST_BOUND = -5.0  # of a bounded gate: kernels factor its decay over 16 tokens in fp32
 
@@ -33,15 +34,16 @@ class Gate:
 
     def __post_init__(self) -> None:
         for name, x, dims in (("A_log", self.A_log, (1,)), ("dt_bias", self.dt_bias, (1, 2))):
+            check_type(f"gate: {name}", x, Tensor, "a tensor of floats")
             if x.dim() not in dims or not x.is_floating_point() or not x.is_contiguous():
                 raise UsageError(
                     f"gate: {name} is {x.dtype} {list(x.shape)} of strides {x.stride()} (expected "
                     f"contiguous floats {'[Hv] or [Hv, K]' if len(dims) > 1 else '[Hv]'})"
                 )
         bound = self.lower_bound
-        if bound is not None and not LOWEST_BOUND <= bound < 0:
+        if bound is not None and not (isinstance(bound, Real) and LOWEST_BOUND <= bound < 0):
             raise UsageError(
-                f"gate: lower_bound {bound} (expected a number in [{LOWEST_BOUND:g}, 0), or None "
+                f"gate: lower_bound {bound!r} (expected a number in [{LOWEST_BOUND:g}, 0), or None "
                 "for a softplus gate)"
             )
 
@@ -87,11 +89,13 @@ class LinearLayer:
             )
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_k_dim**-0.5)
-        elif not 0 < self.scale < math.inf:
-            raise UsageError(f"{name}: scale {self.scale} (expected a finite number above 0)")
-        if self.qk_norm is not None and not 0 < self.qk_norm < 1:
-            raise UsageError(f"{name}: qk_norm {self.qk_norm} (expected an eps like 1e-6, or None)")
+        elif not isinstance(self.scale, Real) or not 0 < self.scale < math.inf:
+            raise UsageError(f"{name}: scale {self.scale!r} (expected a finite number above 0)")
+        eps = self.qk_norm
+        if eps is not None and not (isinstance(eps, Real) and 0 < eps < 1):
+            raise UsageError(f"{name}: qk_norm {eps!r} (expected an eps like 1e-6, or None)")
         if self.gate is not None:
+            check_type(f"{name}: gate", self.gate, Gate, "a Gate, or None")
             shapes = (tuple(self.gate.A_log.shape), tuple(self.gate.dt_bias.shape))
             if shapes != ((heads,), dims):
                 raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class Planner:
     def shared_keys(self) -> SharedKeys | None:
         """What the requests of the last pass without prompts read together.
 
-        None before the first one of a backend that was asked for shared prefixes. Reads the plan on
-        the device, in eager passes and CUDA graphs alike, and waits for it: call it between passes.
+        None before the first one, and where none of its backends was asked for shared prefixes.
+        Reads the plan on the device, in eager passes and CUDA graphs alike, and waits for it: call
+        it between passes.
         """
         if self._sharing is None:
             return None
@@ -153,7 +154,7 @@ class Planner:
         parts = [(x.route.backend, x.metadata) for x in plans] or [(self._of(batch), metadata)]
         for backend, plan in parts:
             self._call(backend, _REPLAY, batch, plan)
-            self._keep(backend, batch, plan)
+        self._keep(batch, parts)
         self._count(batch, pick, size_of(batch), captured=True)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -182,18 +183,18 @@ class Planner:
         return tuple(route.backend for route in routes)
 
     def _planned(self, batch: ForwardBatch, pick: Pick | None, method: str) -> Metadata:
-        if pick is None:
-            return self._plan(self._of(batch), batch, method)
-        if not isinstance(pick, GroupRoutes):
-            return Planned(pick, self._plan(pick.backend, batch, method))
-        plans = {x: Planned(x, self._plan(x.backend, batch, method)) for x in pick.routes}
-        return GroupPlans(pick, plans)
+        backends = self._backends(batch, pick)
+        parts = [(backend, self._plan(backend, batch, method)) for backend in backends]
+        self._keep(batch, parts)
+        if isinstance(pick, GroupRoutes):
+            plans = {x: Planned(x, plan) for x, (_, plan) in zip(pick.routes, parts, strict=True)}
+            return GroupPlans(pick, plans)
+        [(_, metadata)] = parts
+        return metadata if pick is None else Planned(pick, metadata)
 
     def _plan(self, backend: AttentionBackend, batch: ForwardBatch, method: str) -> Metadata:
         refuse_drafts(backend.config, batch)
-        metadata = self._call(backend, method, batch)
-        self._keep(backend, batch, metadata)
-        return metadata
+        return self._call(backend, method, batch)
 
     def _count(
         self, batch: ForwardBatch, pick: Pick | None, size: Bucket, *, captured: bool
@@ -206,10 +207,13 @@ class Planner:
             backend = self._of(batch) if pick is None else pick.backend
             self.trace.count(role, backend.config.name, size, captured)
 
-    def _keep(self, backend: AttentionBackend, batch: ForwardBatch, metadata: Metadata) -> None:
+    def _keep(
+        self, batch: ForwardBatch, parts: Sequence[tuple[AttentionBackend, Metadata]]
+    ) -> None:
         """Keep the plan of a pass that may share keys, until the next one: see shared_keys."""
-        if backend.config.shared_prefix and ROLE_OF_MODE[batch.forward_mode] != "prefill":
-            self._sharing = backend, metadata
+        if ROLE_OF_MODE[batch.forward_mode] != "prefill":
+            sharing = [part for part in parts if part[0].config.shared_prefix]
+            self._sharing = sharing[-1] if sharing else None
 
     def _call(self, backend: AttentionBackend, method: str, batch: ForwardBatch, *args: Any) -> Any:
         call = getattr(backend, method)

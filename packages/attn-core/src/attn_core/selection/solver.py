@@ -14,6 +14,7 @@ from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.registry import Registry
 from attn_core.selection.advice import advice, runs_today
 from attn_core.selection.alternatives import with_alternatives
+from attn_core.selection.checks import check_flags, check_types
 from attn_core.selection.expected import Costs
 from attn_core.selection.ranking import (
     RowJudge,
@@ -29,11 +30,10 @@ from attn_core.selection.result import (
     Verdict,
     role_of,
 )
-from attn_core.selection.sub_backends import check_sub_backends
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase, Role
 from attn_core.spec.page_size import page_limit, smallest_page, takes_page
-from attn_core.spec.requirements import Requirements, is_count
+from attn_core.spec.requirements import Requirements
 
 
 def select(
@@ -59,8 +59,9 @@ def select(
     advise: also determine what runs today, and which flag avoids what is slow.
 
     Raises NoBackendError, which carries the Selection with every verdict; UnknownBackendError for
-    an undeclared name; UsageError for a flag that has no effect.
+    an undeclared name; UsageError for a flag that has no effect and for a value of another type.
     """
+    check_types(requirements, device, registry, libraries, overrides, profile, workload)
     overrides = _canonical(overrides or Overrides(), registry)
     if profile is None:
         profile, refused = shipped_profile(device, registry, libraries)
@@ -69,7 +70,7 @@ def select(
             requirements = replace(requirements, assumptions=assumed)
     costs = Costs(CostModel(profile), workload or Workload(), requirements)
     s = RowJudge(requirements, device, registry, libraries, overrides, costs, simulated)
-    _check(s)
+    check_flags(s)
     chosen = _solve(s)
     if not advise:
         return chosen
@@ -100,21 +101,6 @@ def _canonical(overrides: Overrides, registry: Registry) -> Overrides:
         allow=None if overrides.allow is None else names(overrides.allow),
         deny=names(overrides.deny),
     )
-
-
-def _check(s: RowJudge) -> None:
-    o = s.overrides
-    linear = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
-    if any(linear) and not s.needs.linear_layers:
-        raise UsageError("--linear-attn-backend: the model has no linear attention layers")
-    softmax = (o.attention_backend, o.prefill_attention_backend, o.decode_attention_backend)
-    if any(softmax) and not s.needs.softmax_layers:
-        raise UsageError("--attention-backend: the model has no softmax attention layers")
-    if o.mm_attention_backend and s.needs.vision is None:
-        raise UsageError("--mm-attention-backend: the model has no vision tower")
-    check_sub_backends(o, s.needs, s.registry)
-    if s.needs.page_size is not None and not is_count(s.needs.page_size):
-        raise UsageError(f"--page-size {s.needs.page_size}: at least 1, an integer")
 
 
 def _solve_softmax(s: RowJudge, base: Selection) -> Selection:

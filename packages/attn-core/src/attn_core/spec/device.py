@@ -69,6 +69,8 @@ def parse_device(
     here: this machine, whose own architecture is accepted even if no list has it.
     Raises UsageError, which lists the possible values.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"device {text!r} (expected a text such as 'cuda:sm90' or 'cpu')")
     if runtime is not None:
         try:
             Version(runtime)

@@ -19,6 +19,12 @@ def is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise UsageError unless `value` is of a type."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is {value!r:.200} (expected {expected})")
+
+
 def check_layer(layer: Any, name: str) -> None:
     """Check the fields that LayerRequirements and AttentionLayer share; None passes.
 
@@ -89,10 +95,18 @@ class LayerRequirements:
         check_layer(self, f"layers of kind {self.kind}")
         for name in ("conv_width", "index_topk", "index_heads", "index_dim"):
             value = getattr(self, name)
-            if value is not None and not value >= 1:
+            if value is not None and not is_count(value):
                 raise UsageError(
-                    f"layers of kind {self.kind}: {name} {value!r} (expected 1 or more)"
+                    f"layers of kind {self.kind}: {name} {value!r} (expected an integer of 1 or "
+                    "more)"
                 )
+        if self.kind not in get_args(Kind):
+            raise UsageError(f"kind {self.kind!r} (expected {', '.join(get_args(Kind))})")
+        for name in ("sinks", "cross", "encoder", "shares_topk"):
+            check_type(f"layers of kind {self.kind}: {name}", getattr(self, name), bool, "a bool")
+        chunks = self.dual_chunk
+        if chunks is not None:
+            check_type("dual_chunk", chunks, DualChunk, "a DualChunk, or None")
         self._check_indexer()
         q, kv = self.num_q_heads, self.num_kv_heads
         if self.family == "softmax" and q and kv and q % kv:
@@ -132,7 +146,7 @@ class LayerRequirements:
             sliding_window=layer.sliding_window,
             logit_cap=layer.logit_cap,
             sinks=layer.sinks is not None,
-            cross=layer.is_cross,
+            cross=bool(layer.is_cross),
             encoder=not (layer.is_causal or layer.is_cross),
             dual_chunk=layer.dual_chunk,
             index_topk=layer.index_topk if kind == "dsa" else None,
@@ -180,7 +194,7 @@ class Speculation:
     def __post_init__(self) -> None:
         for name in ("topk", "num_draft_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise UsageError(f"speculation with {name} {value!r} (expected 1 or more)")
         if self.mode not in get_args(VerifyMode):
             known = " or ".join(get_args(VerifyMode))
@@ -203,6 +217,7 @@ class Requirements:
     graphs: every role that is captured in CUDA graphs must support them, decode at level "decode",
     verify and draft at level "uniform".
     assumptions: sentences about unknown values and what was assumed for them.
+    Raises UsageError for a value of another type.
     """
 
     layers: tuple[LayerRequirements, ...] = (LayerRequirements(),)
@@ -217,6 +232,20 @@ class Requirements:
     finite_padding: bool = True
     graphs: bool = False
     assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        one, several = "a LayerRequirements", "a tuple of LayerRequirements"
+        check_type("layers", self.layers, (tuple, list), several)
+        for x in self.layers:
+            check_type("one of layers", x, LayerRequirements, f"{one}; LayerRequirements.of(layer)")
+        if self.vision is not None:
+            check_type("vision", self.vision, LayerRequirements, f"{one}, or None")
+        if self.speculation is not None:
+            check_type("speculation", self.speculation, Speculation, "a Speculation, or None")
+        for name in ("dtype", "kv_cache_dtype"):
+            check_type(name, getattr(self, name), str, "a name, such as 'bf16'")
+        for name in ("lse", "deterministic", "shared_prefix", "finite_padding", "graphs"):
+            check_type(name, getattr(self, name), bool, "a bool")
 
     @property
     def softmax_layers(self) -> tuple[LayerRequirements, ...]:

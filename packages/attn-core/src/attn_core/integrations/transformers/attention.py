@@ -40,11 +40,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     supports_early_init = False
 
     def __init__(self, requests: Sequences, layer: AttentionLayer, *, latent: bool) -> None:
-        super().__init__()
+        self.is_initialized = False  # all that CacheLayerMixin sets beside keys and values
         self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None
         self.is_croppable = requests.can_crop
         self._leads = layer.layer_id == requests.first_layer_id
+
+    @property
+    def keys(self) -> Tensor:
+        """Refuse: only attention reads the pages, and where they lie."""
+        raise UnsupportedError(
+            "the keys and values of a paged cache lie in pages, which only the enabled model "
+            "reads; for tensors, run the model without enable()"
+        )
+
+    values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the pool is there already."""
