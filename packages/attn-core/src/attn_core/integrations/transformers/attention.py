@@ -19,7 +19,7 @@ from attn_core.runtime.layer import AttentionLayer
 NAME = "attn_core"  # the attention implementation's name inside transformers
 ENABLED = "_attn_core_enabled"  # on the decoder of a model under enable()
 _TAG = "_attn_core_layer"  # on the keys that a paged cache layer hands on
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # would change the result
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # mark several sequences in a row
 
 
 def register() -> None:
@@ -182,12 +182,11 @@ def attention(
         (query.shape[1], key.shape[1], query.shape[3], v_head_dim),
         (scaling, sliding_window, softcap, s_aux, dropout, is_causal),
     )
-    foreign = [name for name in _PACKED if kwargs.get(name) is not None]
-    masked = attention_mask is not None and attention_mask.numel() > 0
-    if masked or foreign:
+    biased = kwargs.get("position_bias") is not None
+    if biased or (attention_mask is not None and attention_mask.numel() > 0):
         raise UnsupportedError(
-            f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
-            "attn-core takes a 2-D attention_mask that marks padding"
+            f"a custom mask ({'position_bias' if biased else 'attention_mask'}) in layer "
+            f"{x.layer_id}; attn-core takes a 2-D attention_mask that marks padding"
         )
     if x.index_topk is not None:
         new_values = indices  # the values are part of the keys
@@ -245,6 +244,11 @@ def _mask(
 def padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:
     """Return the 2-D padding mask, None where all tokens are real; refuse other patterns."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    packed = [name for name in _PACKED if arguments.get(name) is not None]
+    if packed:
+        raise UnsupportedError(
+            f"{', '.join(packed)}: several sequences packed in a row; give each its own row"
+        )
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
