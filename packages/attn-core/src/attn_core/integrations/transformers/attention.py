@@ -40,11 +40,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     supports_early_init = False
 
     def __init__(self, requests: Sequences, layer: AttentionLayer, *, latent: bool) -> None:
-        super().__init__()
+        self.is_initialized = False  # as the base class, which would also set keys and values
         self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None
         self.is_croppable = requests.can_crop
         self._leads = layer.layer_id == requests.first_layer_id
+
+    @property
+    def keys(self) -> Tensor:
+        """Refuse: keys and values of a row lie in pages, of which the pool has many."""
+        raise UnsupportedError(
+            "the keys and values of a paged cache lie in pages of attn-core's pool, not in its "
+            "layers; to read or copy them, run the prompt after disable()"
+        )
+
+    values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the pool is there already."""
