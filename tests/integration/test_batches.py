@@ -320,6 +320,31 @@ def test_streams_and_cancels() -> None:
     assert [done[x] for x in others] == expected[1:]
 
 
+def test_a_manager_that_is_kept_is_refused_under_enable() -> None:
+    model, expected = ours("llama"), alone("llama", PROMPTS[:1])
+    how = {"generation_config": sampling(), "continuous_batching_config": options()}
+    ids = torch.tensor(PROMPTS[:1])
+
+    def answer() -> list[list[int]]:
+        outputs = model.generate_batch(PROMPTS[:1], persistent_manager=True, **how)
+        return [x.generated_tokens for x in outputs.values()]
+
+    assert answer() == expected
+    with enable(model):
+        with pytest.raises(UsageError, match="call disable"):
+            answer()
+        got = model.generate(ids, generation_config=sampling())
+        assert got[:, ids.shape[1] :].tolist() == expected
+    assert answer() == expected
+    for before, name in (("'paged.attn_core'", "paged|sdpa"), ("another", "paged|attn_core")):
+        model.set_attn_implementation(name)
+        with pytest.raises(UsageError, match=f"kept is for {before}"):
+            answer()
+        model.destroy_cached_continuous_batching_manager()
+        assert answer() == expected
+    model.destroy_cached_continuous_batching_manager()
+
+
 @pytest.mark.long
 def test_managers_in_threads_share_a_model() -> None:
     model, results = ours("gpt_oss"), {}

@@ -528,6 +528,25 @@ def unsupported() -> Iterator[tuple[str, Any]]:
     yield "both directions", transformers.Gemma3TextConfig(**both)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("right", [False, True])
+def test_padding_stays_hidden_in_a_pass_without_a_mask(name: str, right: bool) -> None:
+    """A row goes on as it does alone; transformers' own cache attends to the padding then."""
+    torch.manual_seed(3)
+    model, ids = tiny(name), torch.randint(2, 110, (2, 14))
+    mask, real = torch.ones(2, 8, dtype=torch.int64), slice(0, 4) if right else slice(4, 8)
+    mask[1, 4 - real.start : 8 - real.start] = 0
+    positions = torch.tensor([[*range(real.start, real.stop), *range(8, 14)]])
+    with torch.no_grad():
+        alone = torch.cat([ids[1:, real], ids[1:, 8:]], 1)
+        every = torch.ones_like(alone)  # else positions with a gap would mean packed sequences
+        expected = model(alone, attention_mask=every, position_ids=positions).logits[0, 4:]
+        with enable(model, page_size=4):
+            cache = model(ids[:, :8], attention_mask=mask).past_key_values
+            got = model(ids[:, 8:], past_key_values=cache).logits[1]
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_unsupported_models_say_why(number: int) -> None:
     words, config = list(unsupported())[number]

@@ -35,17 +35,6 @@ def test_passes_in_inference_mode_and_outside_share_a_pool(name: str, first: str
     engine.disable()
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_the_keys_of_a_paged_cache_are_refused_not_missing(name: str) -> None:
-    model, inputs = tiny(name), inputs_of(name)
-    with enable(model):
-        cache = model(**inputs, use_cache=True).past_key_values
-        paged = cache.layers[0]
-        for read in (lambda: list(cache), lambda: paged.keys, lambda: paged.values):
-            with pytest.raises(UnsupportedError, match=r"lie in pages.*run the model without"):
-                read()
-
-
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "kimi_linear"])
 def test_an_enabled_model_is_not_copied(name: str, tmp_path: Path) -> None:
     """Its copy would run the layers of the original; saved weights are as always."""

@@ -469,6 +469,19 @@ def test_states_outside_of_their_model_are_refused() -> None:
         assert gone() is None, "a disabled model keeps no pool"
 
 
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
+def test_packed_sequences_are_refused_before_a_state_is_overwritten(name: str) -> None:
+    """What FlashAttention's collators give; a state would run from one sequence into the next."""
+    model, ids = tiny("qwen3_next"), long_prompt(9)
+    marks = torch.tensor([[0, 0, 1, 1]] if name == "seq_idx" else [0, 2, 4], dtype=torch.int32)
+    with torch.no_grad(), enable(model):
+        cache = model(ids[:, :5]).past_key_values
+        with pytest.raises(UnsupportedError, match=f"{name}: several sequences packed in a row"):
+            model(ids[:, 5:], past_key_values=cache, **{name: marks})
+        got = model(ids[:, 5:], past_key_values=cache).logits
+        same(got, model(ids).logits[:, 5:])
+
+
 @pytest.mark.parametrize("name", TWO)
 def test_a_gate_that_changed_since_is_refused(name: str) -> None:
     model, ids = tiny(name), long_prompt(4)

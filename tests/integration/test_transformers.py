@@ -599,6 +599,9 @@ def test_a_paged_cache_is_not_copied(llama: Any) -> None:
         for attempt in (copy.deepcopy, pickle.dumps):
             with pytest.raises(UnsupportedError, match="cannot be copied"):
                 attempt(cache)
+        for read in (lambda: cache.layers[0].values, lambda: DynamicCache(list(cache))):
+            with pytest.raises(UnsupportedError, match="lie in pages"):  # they were None
+                read()
 
 
 def test_unsupported_architectures_say_what_is_possible() -> None:

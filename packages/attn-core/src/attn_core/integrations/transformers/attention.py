@@ -19,7 +19,7 @@ from attn_core.runtime.layer import AttentionLayer
 NAME = "attn_core"  # the attention implementation's name inside transformers
 ENABLED = "_attn_core_enabled"  # on the decoder of a model under enable()
 _TAG = "_attn_core_layer"  # on the keys that a paged cache layer hands on
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # would change the result
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # mark several sequences in a row
 
 
 def register() -> None:
@@ -40,7 +40,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
     supports_early_init = False
 
     def __init__(self, requests: Sequences, layer: AttentionLayer, *, latent: bool) -> None:
-        self.is_initialized = False  # all that CacheLayerMixin sets beside keys and values
+        self.is_initialized = False  # as the base class, which would also set keys and values
         self.requests, self.layer, self.latent = requests, layer, latent
         self.is_sliding = layer.sliding_window is not None
         self.is_croppable = requests.can_crop
@@ -48,10 +48,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
 
     @property
     def keys(self) -> Tensor:
-        """Refuse: only attention reads the pages, and where they lie."""
+        """Refuse: keys and values of a row lie in pages, of which the pool has many."""
         raise UnsupportedError(
-            "the keys and values of a paged cache lie in pages, which only the enabled model "
-            "reads; for tensors, run the model without enable()"
+            "the keys and values of a paged cache lie in pages of attn-core's pool, not in its "
+            "layers; to read or copy them, run the prompt after disable()"
         )
 
     values = keys
@@ -192,12 +192,11 @@ def attention(
         (query.shape[1], key.shape[1], query.shape[3], v_head_dim),
         (scaling, sliding_window, softcap, s_aux, dropout, is_causal),
     )
-    foreign = [name for name in _PACKED if kwargs.get(name) is not None]
-    masked = attention_mask is not None and attention_mask.numel() > 0
-    if masked or foreign:
+    biased = kwargs.get("position_bias") is not None
+    if biased or (attention_mask is not None and attention_mask.numel() > 0):
         raise UnsupportedError(
-            f"a custom mask ({', '.join(foreign) or 'attention_mask'}) in layer {x.layer_id}; "
-            "attn-core takes a 2-D attention_mask that marks padding"
+            f"a custom mask ({'position_bias' if biased else 'attention_mask'}) in layer "
+            f"{x.layer_id}; attn-core takes a 2-D attention_mask that marks padding"
         )
     if x.index_topk is not None:
         new_values = indices  # the values are part of the keys
@@ -255,6 +254,11 @@ def _mask(
 def padding_mask(arguments: dict[str, Any], columns: int) -> Tensor | None:
     """Return the 2-D padding mask, None where all tokens are real; refuse other patterns."""
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    packed = [name for name in _PACKED if arguments.get(name) is not None]
+    if packed:
+        raise UnsupportedError(
+            f"{', '.join(packed)}: several sequences packed in a row; give each its own row"
+        )
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

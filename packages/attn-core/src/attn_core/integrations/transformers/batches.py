@@ -24,6 +24,7 @@ PAGED = f"paged|{NAME}"  # what transformers 5.17 calls NAME in continuous batch
 BATCHES = (
     f"{NAME}_batches"  # what a manager makes of both names: transformers builds no masks for it
 )
+_NAMES = (NAME, PAGED, BATCHES)
 _STATE = "_attn_core_batches"  # on a cache
 _CHOICE = "_attn_core_choice"  # on a model
 
@@ -73,7 +74,7 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
         continuous_batching_config: Any,
         workload_hints: Any = None,
     ) -> None:
-        if model.config._attn_implementation in (NAME, PAGED, BATCHES):
+        if model.config._attn_implementation in _NAMES:
             self._layers = _read(model)
             sizes = [_block_size(continuous_batching_config)]
             self._page_size = math.gcd(*sizes, *(x.sliding_window or 0 for x in self._layers))
@@ -97,7 +98,19 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
             _refuse_options(self.continuous_batching_config)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any) -> None:
-        """Let a model on attn-core stay there, after the manager's end too."""
+        """Let a model on attn-core stay there, after the manager's end too.
+
+        A manager that is kept is given out again by this alone. Raises UsageError under enable(),
+        and where the manager was made for another implementation.
+        """
+        _refuse_enabled(model)
+        name = model.config._attn_implementation
+        if (name in _NAMES) != (self.selection is not None):
+            raise UsageError(
+                f"attn_implementation is {name!r} by now, the manager that was kept is for "
+                f"{'another' if self.selection is None else repr(PAGED)}; call "
+                "model.destroy_cached_continuous_batching_manager() first"
+            )
         if self.selection is None:
             super().switch_to_cb_friendly_attn(model, *args)
         else:
@@ -114,10 +127,14 @@ class BatchManager(continuous_api.ContinuousBatchingManager):  # type: ignore[mi
         return processor
 
 
-def _read(model: Any) -> tuple[AttentionLayer, ...]:
-    """Return the layers of a model. Raises UnsupportedError, UsageError."""
+def _refuse_enabled(model: Any) -> None:
     if ENABLED in vars(model.get_decoder()):
         raise UsageError("generate_batch() of a model under enable(); call disable() first")
+
+
+def _read(model: Any) -> tuple[AttentionLayer, ...]:
+    """Return the layers of a model. Raises UnsupportedError, UsageError."""
+    _refuse_enabled(model)
     attention = read_attention(model)
     result = {
         "latents (MLA)": attention.latent,
