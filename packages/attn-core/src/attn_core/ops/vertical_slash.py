@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_core.ops.merge import merge_states
+from attn_core.ops.softmax import softmax_lse
 
 ROWS = 64  # queries of a block, and keys of a window
 FIRST_KEYS = 30  # always verticals
@@ -202,8 +203,7 @@ def attend_lists(
         j = torch.arange(part.hi, device=q.device)
         visible = seen_keys(lists, block, part.hi)[:, None] & (j <= i)
         scores = (rows @ k.T * scale).masked_fill(~visible, -torch.inf)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        weights, lse = softmax_lse(scores)
         outs.append((weights @ v).transpose(0, 1).to(q.dtype))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
