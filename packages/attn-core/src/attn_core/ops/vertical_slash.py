@@ -85,11 +85,9 @@ def choose_vertical_slash(
         ((chunk_start, s), (prev_start, chunk_start), (0, prev_start))
     ):
         if lo < hi:
-            torch.matmul(
-                q[:, rotation].transpose(0, 1).float() * scale,
-                k[lo:hi].float().T,
-                out=scores[..., lo:hi],
-            )
+            # not matmul's `out`: where intel-extension-for-pytorch is imported, a slice is not written
+            rows = q[:, rotation].transpose(0, 1).float() * scale
+            scores[..., lo:hi] = rows @ k[lo:hi].float().T
     future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., s - n :].masked_fill_(future, -torch.inf)
     weights = scores.softmax(-1)
