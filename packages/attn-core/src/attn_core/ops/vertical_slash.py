@@ -85,7 +85,7 @@ def choose_vertical_slash(
         ((chunk_start, s), (prev_start, chunk_start), (0, prev_start))
     ):
         if lo < hi:
-            # not matmul's `out`: where intel-extension-for-pytorch is imported, a slice is not written
+            # not matmul's `out`: beside intel-extension-for-pytorch a slice of it is not written
             rows = q[:, rotation].transpose(0, 1).float() * scale
             scores[..., lo:hi] = rows @ k[lo:hi].float().T
     future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
