@@ -36,7 +36,8 @@ TORCHES_TESTS = (  # what a torch can change; tests of Triton take the version o
     *("tests/unit/test_torch_native_edges.py", "tests/unit/test_torch_native_kernels.py"),
     *("tests/unit/test_dispatcher.py", "tests/unit/test_dispatcher_selection.py"),
     *("tests/unit/test_linear_dispatcher.py", "tests/unit/test_linear_native.py"),
-    *("tests/unit/test_softmax.py", "tests/unit/test_merge.py", "tests/unit/test_vertical_slash.py"),
+    *("tests/unit/test_softmax.py", "tests/unit/test_merge.py"),
+    "tests/unit/test_vertical_slash.py",
     *("-m", "not long", "-k", "not triton"),
 )
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
