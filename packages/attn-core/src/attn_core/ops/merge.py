@@ -43,7 +43,7 @@ def _merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     lse = lse.float()
     total = lse.logsumexp(0)
     endless = lse == torch.inf
-    weights = (lse - total).exp()  # NaN where both are +inf or both are -inf
+    weights = lse.softmax(0)  # NaN where one is +inf or all are -inf
     weights = torch.where(total == torch.inf, endless / endless.sum(0), weights)
     ignored = (lse == -torch.inf) | ((total == torch.inf) & ~endless)  # 0 · out may be NaN
     weights = weights.masked_fill(ignored, 0.0)[..., None]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_core.ops.merge import merge_states
+from attn_core.ops.softmax import softmax_lse
 
 ROWS = 64  # queries of a block, and keys of a window
 FIRST_KEYS = 30  # always verticals
@@ -84,11 +85,9 @@ def choose_vertical_slash(
         ((chunk_start, s), (prev_start, chunk_start), (0, prev_start))
     ):
         if lo < hi:
-            torch.matmul(
-                q[:, rotation].transpose(0, 1).float() * scale,
-                k[lo:hi].float().T,
-                out=scores[..., lo:hi],
-            )
+            # not matmul's `out`: beside intel-extension-for-pytorch a slice of it is not written
+            rows = q[:, rotation].transpose(0, 1).float() * scale
+            scores[..., lo:hi] = rows @ k[lo:hi].float().T
     future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
     scores[..., s - n :].masked_fill_(future, -torch.inf)
     weights = scores.softmax(-1)
@@ -202,8 +201,7 @@ def attend_lists(
         j = torch.arange(part.hi, device=q.device)
         visible = seen_keys(lists, block, part.hi)[:, None] & (j <= i)
         scores = (rows @ k.T * scale).masked_fill(~visible, -torch.inf)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        weights, lse = softmax_lse(scores)
         outs.append((weights @ v).transpose(0, 1).to(q.dtype))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)

@@ -199,8 +199,8 @@ def _attend(shape: KernelShape) -> Callable[..., Tensor]:
             kv_indices=partial,
             full_kv_num_blocks=full_count,
             full_kv_indices=full,
-            q_num_blocks=None,  # these serve the backward pass only
-            q_indices=None,
+            q_num_blocks=partial_count,  # these serve the backward pass only; torch 2.8 wants some
+            q_indices=partial,
             full_q_num_blocks=None,
             full_q_indices=None,
             BLOCK_SIZE=(q_block, block),

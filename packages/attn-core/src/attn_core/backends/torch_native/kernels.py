@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_core.backends.torch_native.plan import Tile
 from attn_core.cache.layer_cache import Scale
+from attn_core.ops.softmax import softmax_lse
 
 # Scores that exist at once where they must be formed (256 MiB in float32).
 _MAX_SCORES = 1 << 26
@@ -144,9 +145,7 @@ def _formed(
             hidden = later if hidden is None else hidden | later
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        total = scores.logsumexp(-1)
-        # -inf - -inf is NaN: a row that sees nothing weighs its keys 0
-        p = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+        p, total = softmax_lse(scores)
         weighted = (p.view(r, -1, groups * n, keys) @ vf).view(r, h, n, -1)
         if hidden is not None and q.device.type == "cpu" and not _finite(weighted):
             weighted = _seen_values(p, vf, hidden)

@@ -13,6 +13,7 @@ from attn_core.backends.torch_native.backend import Plans, TorchNative
 from attn_core.cache.layer_cache import LayerCache
 from attn_core.ops.index import read_index
 from attn_core.ops.kv import read_kv
+from attn_core.ops.softmax import softmax_lse
 from attn_core.runtime.backend import AttentionBackend, BackendConfig, Output
 from attn_core.runtime.batch import ForwardBatch
 from attn_core.runtime.contract_checks import refuse_call
@@ -124,10 +125,8 @@ class TorchNativeSparse(AttentionBackend):
             latents.masked_fill_(unused[..., None], 0.0)  # slot 0 may hold NaN, and 0 · NaN is NaN
             scores = (q[part].float() * layer.scale) @ latents.transpose(1, 2)
             scores.masked_fill_(unused[:, None], -torch.inf)
-            total = scores.logsumexp(-1)
-            p = (scores - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp_()
+            p, lse[part] = softmax_lse(scores)
             out[part] = (p @ latents[..., :v_dim]).to(out.dtype)
-            lse[part] = total
         return (out, lse) if return_lse else out
 
     def forward_ragged(
