@@ -113,7 +113,7 @@ def test_slots_that_the_cache_has_not(store, layout):
         kv.read_kv(tokens, stray, torch.float32)
     with pytest.raises(UsageError, match=message):
         kv.copy_slots(tokens, stray, torch.tensor([4, 5]))
-    with pytest.raises(UsageError, match=r"slots \[2\] to copy to \[1\]"):
+    with pytest.raises(UsageError, match=r"slots torch.int64 \[2\] to copy to torch.int64 \[1\]"):
         kv.copy_slots(tokens, torch.tensor([1, 2]), torch.tensor([3]))
 
 

@@ -56,9 +56,12 @@ def _merge(
 
     out += (token * out_token + head * out_head)[:, None] + d[None, :] * out_dim
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    # not of sum_of_all: a large one is rounded by more than a share is
+    base = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     for _ in range(parts):
         x = tl.load(lse, mask=row_mask, other=0.0).to(tl.float32) * UNIT
-        share = tl.where(sum_of_all == float("inf"), 1.0 / num_infinite, tl.exp(x - sum_of_all))
+        share = tl.exp(x - base) / weight
+        share = tl.where(sum_of_all == float("inf"), 1.0 / num_infinite, share)
         # what does not count may hold anything, and 0 · NaN is NaN
         counts = (x != -float("inf")) & ((sum_of_all != float("inf")) | (x == float("inf")))
         read = tile & counts[:, None]
