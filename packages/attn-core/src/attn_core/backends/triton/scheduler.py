@@ -211,21 +211,19 @@ class Scheduler:
         config, group = self.config, shape.group
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
-        store_bytes = TORCH_DTYPES[store].itemsize
+        store_bytes, query_bytes = (TORCH_DTYPES[x].itemsize for x in (store, shape.dtype))
         sharing = sharing_of(group, queries, config.page_size, store_bytes) if shares else None
         launch = decode_launch(
             self._arch,
             shared_tile_rows(rows, group.v_head_dim, store, tree) if sharing else rows,
-            group.head_dim,
-            group.v_head_dim,
-            store_bytes,
+            *(group.head_dim, group.v_head_dim, store_bytes),
             page_size=config.page_size,
             short=short,
             tree=tree,
             fp4=store == "fp4_e2m1",
             shared=sharing is not None,
             requests=LONG if batch_invariant or short else size,
-            query_bytes=TORCH_DTYPES[shape.dtype].itemsize,
+            query_bytes=query_bytes,
         )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)

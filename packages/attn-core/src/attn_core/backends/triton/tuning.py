@@ -90,7 +90,7 @@ def decode_launch(
     shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
     last block is masked by what is loaded, which more programs hide. fp4: see of_fp4. A Hopper has
     kernels of its own for tiles of 64 by 64 (hopper/launch.py). requests: few of them run faster in
-    that of latents than in tiles of 16 rows, 64 do not.
+    that of latents than in tiles of 16 rows, 64 do not. query_bytes: of a number of the queries.
     """
     if arch == "sm90" and store_bytes == 2:
         few_requests = requests <= 16 and page_size >= 8 and not tree
