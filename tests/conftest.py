@@ -42,3 +42,19 @@ def _gradients() -> Iterator[None]:
     after = torch.is_grad_enabled()
     torch.set_grad_enabled(before)
     assert after == before, "the test leaves torch's gradients on or off"
+
+
+@pytest.fixture(scope="module")
+def no_printing() -> Iterator[None]:
+    """Fail where a tensor is printed: a device's tensor is waited for, and a pass has no time.
+
+    An error's text may be made before anybody knows that there is an error.
+    """
+
+    def refuse(self: torch.Tensor, *_: object, **__: object) -> str:
+        raise AssertionError(f"a tensor of {tuple(self.shape)} was printed in a pass")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "__repr__", refuse)
+        patch.setattr(torch.Tensor, "__format__", refuse)
+        yield

@@ -494,5 +494,5 @@ def test_starts_that_cut_other_requests_are_refused_on_a_cpu(starts, message):
 
 
 def test_a_mode_by_its_name_is_refused():
-    with pytest.raises(BatchError, match=r"forward_mode 'extend' .expected a ForwardMode"):
+    with pytest.raises(BatchError, match=r"forward_mode is str .expected ForwardMode"):
         batch(mode="extend")

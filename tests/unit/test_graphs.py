@@ -28,6 +28,8 @@ from operators import Operators
 from recording import CONFIG, LAYERS, M, make, qkv
 from recording import batch as small_batch
 
+pytestmark = pytest.mark.usefixtures("no_printing")
+
 
 class Named(NamedTuple):
     """What a step may return: a tuple with names."""

@@ -35,6 +35,8 @@ from linear_passes import (
 from linear_serving import DRAFTS, caches, forward, linear, serving
 from recording import CONFIG, LAYERS, Recorder, qkv, recorder
 
+pytestmark = pytest.mark.usefixtures("no_printing")
+
 
 @pytest.fixture(autouse=True)
 def seeded():

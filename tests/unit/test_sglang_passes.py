@@ -27,6 +27,8 @@ from attn_core.integrations.sglang.tree_tables import TreeTables, fill_trees
 from attn_core.spec.requirements import Requirements
 from interpreted import interpreted
 
+pytestmark = pytest.mark.usefixtures("no_printing")
+
 CONTEXT = 300
 
 

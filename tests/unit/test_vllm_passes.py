@@ -13,6 +13,8 @@ from attn_core.runtime.batch import ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
 from triton_passes import DEVICE, Requests, make_layer
 
+pytestmark = pytest.mark.usefixtures("no_printing")
+
 PAGE = 16
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_core.errors import BatchError
 from attn_core.runtime.batch_checks import (
     check,
+    check_instance,
     check_number,
     check_starts,
     check_states,
@@ -114,18 +115,18 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         mode = self.forward_mode
-        check(isinstance(mode, ForwardMode), f"forward_mode {mode!r} (expected a ForwardMode)")
+        check_instance("forward_mode", mode, ForwardMode)
         check_tensor("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (None,))
         check_tensor("positions", self.positions, torch.int64, (None,))
         check_number("max_q_len", self.max_q_len)
         b, t = self.batch_size, self.num_tokens
         check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
-        known_spec = self.spec is None or isinstance(self.spec, SpecInfo)
-        check(known_spec, f"spec {self.spec!r} (expected a SpecInfo)")
+        if self.spec is not None:
+            check_instance("spec", self.spec, SpecInfo)
         devices = {str(x.device) for x in (self.cu_seqlens_q, self.positions)}
-        check(isinstance(self.views, Mapping), f"views {self.views!r} (expected name → CacheView)")
+        check_instance("views", self.views, Mapping)
         for name, view in self.views.items():
-            check(isinstance(view, CacheView), f"view {name!r} is a {type(view).__name__}")
+            check_instance(f"view {name!r}", view, CacheView)
             rows = view.page_table.shape[0]
             check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
             devices.add(str(view.page_table.device))

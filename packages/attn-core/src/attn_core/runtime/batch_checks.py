@@ -19,6 +19,12 @@ def check(ok: bool, message: str) -> None:
         raise BatchError(message)
 
 
+def check_instance(name: str, value: object, kind: type) -> None:
+    """Raise BatchError unless `value` is of a class. No value is printed: it may hold tensors."""
+    if not isinstance(value, kind):
+        raise BatchError(f"{name} is {type(value).__name__} (expected {kind.__name__})")
+
+
 def integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
     """Return lengths as plain integers, which tensors and arrays do not hold. Raises BatchError."""
     try:
@@ -40,16 +46,19 @@ def check_tensor(
 
     rows: the rows may lie apart.
     """
-    check(isinstance(t, Tensor), f"{name} is {type(t).__name__} (expected a tensor of {dtype})")
-    check(t.dtype == dtype, f"{name} is {t.dtype} (expected {dtype})")
-    fits = t.dim() == len(shape) and all(
-        expected is None or size == expected for size, expected in zip(t.shape, shape, strict=True)
-    )
-    check(fits, f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
+    if not isinstance(t, Tensor):  # no text is made before it is needed: this runs in every pass
+        raise BatchError(f"{name} is {type(t).__name__} (expected a tensor of {dtype})")
+    if t.dtype != dtype:
+        raise BatchError(f"{name} is {t.dtype} (expected {dtype})")
+    if t.dim() != len(shape) or any(
+        expected is not None and size != expected
+        for size, expected in zip(t.shape, shape, strict=True)
+    ):
+        raise BatchError(f"{name} has shape {tuple(t.shape)} (expected {shape}, None = any)")
     # Refused, not copied: graphs overwrite these tensors in place.
-    dense = t.stride(-1) == 1 if rows else t.is_contiguous()
-    layout = "stride(-1) 1" if rows else "contiguous"
-    check(dense, f"{name} has strides {t.stride()} (expected {layout}); call .contiguous()")
+    if not (t.stride(-1) == 1 if rows else t.is_contiguous()):
+        layout = "stride(-1) 1" if rows else "contiguous"
+        raise BatchError(f"{name} has strides {t.stride()} (expected {layout}); call .contiguous()")
 
 
 def check_starts(
