@@ -32,7 +32,7 @@ from benchmarks.engines.configurations import (
     named,
 )
 from benchmarks.engines.costs import by_costs, variables
-from benchmarks.engines.steps import FEW_TOKENS, environment, measure, prompts
+from benchmarks.engines.steps import FEW_TOKENS, NEW_TOKENS, environment, measure, prompts
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
 DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
@@ -212,9 +212,15 @@ def test_a_step_is_the_difference_of_two_runs():
     assert calls[:3] == ["flush", FEW_TOKENS, FEW_TOKENS]
 
 
+def test_what_is_compiled_for_the_first_steps_is_not_timed():
+    seconds = iter([1.0, 1.0, 1.0, 9.0, 2.0, *[1.0, 2.0] * 3])
+    result = measure(DECODE, lambda ids, tokens: (next(seconds), tokens), lambda: None, 3)
+    assert result["spread_ms"] == [pytest.approx(1e3 / (NEW_TOKENS - FEW_TOKENS), abs=1e-3)] * 2
+
+
 def test_a_longer_run_that_takes_less_time_is_no_measurement():
     """The prefix cache lost the prompts, so that the shorter run computed them again."""
-    seconds = iter([1.0, 1.0, 1.0, 5.0, 2.0, 1.0, 2.0, 1.0, 2.0])
+    seconds = iter([1.0, 1.0, 1.0, *[1.0, 2.0], 5.0, 2.0, 1.0, 2.0, 1.0, 2.0])
     with pytest.raises(RuntimeError, match=r"decode 2x8: .*prefix cache lost the prompts"):
         measure(DECODE, lambda ids, tokens: (next(seconds), tokens), lambda: None, 3)
 

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from attn_core.errors import UnsupportedError
+from attn_core.integrations.ahead import compile_ahead
 from attn_core.integrations.choice import choose, explained
 from attn_core.integrations.metrics import export
 from attn_core.integrations.ranks import united
@@ -148,6 +149,8 @@ def create_passes(
         )
         if group is None or torch.distributed.get_rank(group) == 0:
             export(dispatcher, served)
+        if device.type != "cpu":  # whose kernels are compiled already
+            compile_ahead(dispatcher, scheduler.max_num_seqs)
         return dispatcher
 
     return PassBuilder(
