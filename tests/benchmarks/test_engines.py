@@ -32,7 +32,7 @@ from benchmarks.engines.configurations import (
     named,
 )
 from benchmarks.engines.costs import by_costs, variables
-from benchmarks.engines.steps import FEW_TOKENS, NEW_TOKENS, environment, measure, prompts
+from benchmarks.engines.steps import FEW_TOKENS, environment, measure, prompts
 
 VERSIONS = {"sglang": "0.5.16", "torch": "2.11.0"}
 DECODE = Case(kind="decode", batch=2, length=8, must=0.98, aim=1.03)
