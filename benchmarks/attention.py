@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/attention.….json)")
     add("--cases", default="", help="only cases whose name matches this pattern; needs --out")
     add("--graph", action="store_true", help="also replay each call from a CUDA graph")
+    add("--clean", action="store_true", help="an L2 of lines that were read; needs --out")
     add("--compile", action="store_true", help="call everyone once, untimed, in parallel, and end")
     add("--resume", action="store_true", help="time what the file lacks, and what spread")
     add("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N that write one file")
@@ -86,7 +87,7 @@ def target(args: argparse.Namespace, device: str) -> pathlib.Path:
     A record says who is the best of all peers: a run beside some of them goes elsewhere.
     """
     path: pathlib.Path = args.out or default_path(device, args.phase)
-    full = {"cases": "", "peers": "all", "prepare_limit": None}
+    full = {"cases": "", "peers": "all", "prepare_limit": None, "clean": False}
     partial = [f"--{n.replace('_', '-')}" for n, all_ in full.items() if vars(args)[n] != all_]
     if partial and path.resolve().parent == FOLDER.resolve():
         raise SystemExit(
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     beside = f" beside {', '.join(p.name for p in peers)}" if peers else ""
     print(f"{len(cases)} cases, {ours.name}{beside}", flush=True)  # where a run that is cut off was
-    timer = timer_for(device)
+    timer = timer_for(device, clean=args.clean)
     ceilings = measure_ceilings(timer, device)
     print(
         f"copy {ceilings.copy_gbs:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s",

@@ -257,6 +257,10 @@ def test_a_kernel_shorter_than_its_launch_is_timed_without_the_gap(monkeypatch):
         assert result.us == pytest.approx(12), "the launch gap is in the figure"
         assert result.reps == 30
         assert flushed == [2 << 20] * 30 * flushes
+    read = []
+    monkeypatch.setattr(torch.Tensor, "sum", lambda x: read.append(x.numel()))
+    timing.CudaTimer(CPU, clean=True).measure(lambda: clock.queue(20e-6, 12e-6))
+    assert read == [2 << 20] * 30, "once before each repetition"
 
 
 @pytest.mark.parametrize(
