@@ -149,7 +149,8 @@ def create_passes(
         )
         if group is None or torch.distributed.get_rank(group) == 0:
             export(dispatcher, served)
-        if device.type != "cpu":  # whose kernels are compiled already
+        # a CPU's kernels are compiled; MLA's prefill is vLLM's, and graphs run all that decodes
+        if kind == "mha" and device.type != "cpu":
             compile_ahead(dispatcher, scheduler.max_num_seqs)
         return dispatcher
 
