@@ -103,12 +103,11 @@ class PassBuilder:
         Once a pass of as many requests and tokens was captured, all such passes over the same
         tensors refill its plan: vLLM does not say which of them a graph replays.
         """
-        batch = self._even_batch(common, requests, tokens)
-        plan = self._captured.get(_memory(batch))
+        plan = self._captured.get(_memory(common, requests, tokens))
+        batch = self._even_batch(common, requests, tokens, captured=plan is not None)
         if plan is None:
             plan = self.dispatcher.init_forward_metadata(batch)
         else:
-            batch = self._longest(batch)
             self.dispatcher.init_forward_metadata_replay_cuda_graph(batch, plan)
         return Part(slice(0, tokens), batch, plan)
 
@@ -121,13 +120,14 @@ class PassBuilder:
                 "captures decode and verification; choose a cudagraph_mode of FULL_DECODE_ONLY, "
                 "FULL_AND_PIECEWISE or PIECEWISE"
             )
-        batch = self._longest(self._even_batch(common, requests, tokens))
-        if _memory(batch) in self._captured:
+        key = _memory(common, requests, tokens)
+        if key in self._captured:
             return self.even(common, requests, tokens)
         if not self._captured:
             self.dispatcher.init_cuda_graph_state(*self._limits)
+        batch = self._even_batch(common, requests, tokens, captured=True)
         plan = self.dispatcher.init_forward_metadata_capture_cuda_graph(batch)
-        self._captured[_memory(batch)] = plan
+        self._captured[key] = plan
         return Part(slice(0, tokens), batch, plan)
 
     def ragged(self, common: Any, rows: slice) -> Part:
@@ -148,7 +148,9 @@ class PassBuilder:
         )
         return Part(tokens, batch, self.dispatcher.init_forward_metadata(batch))
 
-    def _even_batch(self, common: Any, requests: int, tokens: int) -> ForwardBatch:
+    def _even_batch(
+        self, common: Any, requests: int, tokens: int, *, captured: bool
+    ) -> ForwardBatch:
         queries = tokens // requests
         lengths = (queries,) * requests
         verifies = queries > 1
@@ -157,7 +159,7 @@ class PassBuilder:
             cu_seqlens_q=self._even_starts(requests, queries),
             positions=self._positions_of(common, slice(0, tokens)),
             max_q_len=queries,
-            views={"full": self._view(common, slice(0, requests), lengths)},
+            views={"full": self._view(common, slice(0, requests), lengths, captured=captured)},
             spec=SpecInfo(topk=1, num_draft_tokens=queries) if verifies else None,
             query_lens_host=lengths if self.host_lengths else None,
         )
@@ -176,12 +178,16 @@ class PassBuilder:
             positions = self._positions
         return positions[tokens]
 
-    def _view(self, common: Any, rows: slice, queries: tuple[int, ...]) -> CacheView:
+    def _view(
+        self, common: Any, rows: slice, queries: tuple[int, ...], *, captured: bool = False
+    ) -> CacheView:
+        """captured: of a pass that serves every length that its table has columns for."""
+        table = common.block_table_tensor[rows]
         return CacheView(
-            page_table=common.block_table_tensor[rows],
+            page_table=table,
             seq_lens=common.seq_lens[rows],
             out_cache_loc=None,  # vLLM's layers write before they attend
-            max_seq_len=common.max_seq_len,
+            max_seq_len=table.shape[1] * self.page_size if captured else common.max_seq_len,
             seq_lens_host=self._lengths_host(common, rows, queries) if self.host_lengths else None,
         )
 
@@ -202,23 +208,11 @@ class PassBuilder:
         exact = bound if bound is not None and not self.drafts else common.seq_lens.cpu()
         return tuple(max(n, q) for n, q in zip(exact[rows].tolist(), queries, strict=True))
 
-    def _longest(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a captured batch, which serves every length that its table has columns for."""
-        view = batch.views["full"]
-        longest = view.page_table.shape[1] * self.page_size
-        return replace(batch, views={"full": replace(view, max_seq_len=longest)})
 
-
-def _memory(batch: ForwardBatch) -> tuple[int, ...]:
-    """Return what a graph keeps of a batch: its size, and where the engine's tensors lie."""
-    view = batch.views["full"]
-    return (
-        batch.batch_size,
-        batch.num_tokens,
-        view.page_table.data_ptr(),
-        view.page_table.shape[1],
-        view.seq_lens.data_ptr(),
-    )
+def _memory(common: Any, requests: int, tokens: int) -> tuple[int, ...]:
+    """Return what a graph keeps of a pass: its size, and where the engine's tensors lie."""
+    table = common.block_table_tensor
+    return requests, tokens, table.data_ptr(), table.shape[1], common.seq_lens.data_ptr()
 
 
 def check_pass(common: Any, common_prefix_len: int = 0) -> None:
