@@ -14,7 +14,6 @@ from torch import Tensor
 from attn_core.errors import BatchError
 from attn_core.runtime.batch_checks import (
     check,
-    check_lengths,
     check_number,
     check_starts,
     check_states,
@@ -81,8 +80,8 @@ class ForwardBatch:
     a request may be shorter.
     query_lens_host: [B], on the host.
     spec: only for TARGET_VERIFY; no other mode accepts a tree_mask.
-    All tensors are contiguous. Values on a device are never read, so construction never syncs; on
-    a CPU they are compared with the host copies.
+    All tensors are contiguous. Values are checked only against the host copies, so construction
+    never syncs with a device.
     """
 
     forward_mode: ForwardMode
@@ -166,9 +165,6 @@ class ForwardBatch:
                 raise BatchError(f"view {name!r}, request {short[0]}: length {s} < its {q} queries")
         if len(set(map(tuple, known.values()))) > 1:
             raise BatchError(f"views of one batch with different lengths: {known}")
-        for name, view in self.views.items():
-            queries = None if name == "cross" else lens
-            check_lengths(name, view.seq_lens, view.seq_lens_host, queries)
 
     def _check_spec(self, b: int) -> None:
         mode, spec = self.forward_mode, self.spec

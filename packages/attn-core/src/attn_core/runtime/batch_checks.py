@@ -68,29 +68,6 @@ def check_starts(
     check(same, f"{name} {starts[:9]} of other lengths than {list(lens or ())[:8]}, on the host")
 
 
-def check_lengths(
-    name: str, seq_lens: Tensor, host: Sequence[int] | None, queries: Sequence[int] | None
-) -> None:
-    """Raise BatchError for lengths on the host that are not those of the tensor, only on a CPU.
-
-    Backends read the one or the other. A request that only pads the batch may be as long as its
-    queries on the host alone.
-    """
-    plain = type(seq_lens) is Tensor and seq_lens.is_cpu and not torch.compiler.is_compiling()
-    if host is None or not plain:
-        return
-    lengths: list[int] = seq_lens.tolist()
-    if lengths == [*host]:
-        return
-    least = queries or [0] * len(lengths)
-    for i, (n, known, q) in enumerate(zip(lengths, host, least, strict=True)):
-        check(
-            known == max(n, q),
-            f"view {name!r}, request {i}: seq_lens_host {known}, seq_lens {n}; give the same, or "
-            "leave seq_lens_host out",
-        )
-
-
 def num_chunks(query_lens: Sequence[int]) -> int:
     """Return how many chunks of 64 tokens these requests have, each its own last, partial one."""
     return sum(-(-n // CHUNK_SIZE) for n in query_lens)
