@@ -286,3 +286,17 @@ def test_a_write_into_a_page_that_was_given_back_is_refused(position, shorter):
 def test_sizes_that_are_none_are_refused(num_pages, page_size):
     with pytest.raises(UsageError, match="expected integers of 1 or more"):
         PageAllocator(num_pages, page_size)
+
+
+@pytest.mark.parametrize("number", [1.5, "8", None, float("nan")])
+def test_what_is_no_integer_is_refused(number):
+    alloc = PageAllocator(PAGES, PAGE)
+    alloc.grow("a", 9)
+    for call in (
+        lambda: alloc.extend(number),
+        lambda: alloc.release_before("a", number),
+        lambda: alloc.share("b", "a", 4, behind=number),
+    ):
+        with pytest.raises(UsageError, match="expected an integer"):
+            call()
+    assert (alloc.num_held, "b" in alloc) == (3, False)

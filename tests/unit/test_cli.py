@@ -75,10 +75,29 @@ def test_select_prints_one_object():
 
 
 @pytest.mark.parametrize("value", [",", " , "])
-def test_allow_without_a_name_is_refused(here, value):
-    ran = here("select", "--device", "cuda:sm90", "--allow", value)
+@pytest.mark.parametrize("option", ["allow", "assume-installed"])
+def test_a_list_without_a_name_is_refused(here, option, value):
+    """It would allow, or assume, everything."""
+    ran = here("select", "--device", "cuda:sm90", f"--{option}", value)
     assert ran.returncode == 2
-    assert "names no backend" in ran.stderr
+    assert f"names no {'backend' if option == 'allow' else 'library'}" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ("--linear-attn-decode-backend", "cutedsl"),
+            "--linear-attn-decode-backend: the model has no linear attention layers; drop the flag",
+        ),
+        (("--assume-installed", "triton==x"), "--assume-installed triton==x: not NAME or NAME=="),
+    ],
+)
+def test_a_wrong_flag_is_named_in_one_line(here, flags, said):
+    ran = here("select", "--device", "cuda:sm90", *flags)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
 
 
 def test_shared_prefix_is_asked_of_what_decodes(here):

@@ -227,6 +227,27 @@ def test_a_pass_beyond_the_graph_level_of_its_row_is_not_captured(mode, level, h
     assert not dec.calls
 
 
+def test_lengths_on_the_host_are_those_of_the_tensor():
+    """Backends read the one or the other, so that the wrong one is wrong for some of them alone."""
+    dispatcher, *_ = make()
+    made = batch(M.EXTEND)
+    view = made.views["full"]
+    lengths, queries = view.seq_lens_host, made.query_lens_host
+
+    def plan(host, on_device):
+        seq_lens = torch.tensor(on_device, dtype=torch.int32)
+        changed = dataclasses.replace(view, seq_lens=seq_lens, seq_lens_host=tuple(host))
+        views = {**made.views, **dict.fromkeys(made.views.keys() - {"cross"}, changed)}
+        return dispatcher.init_forward_metadata(dataclasses.replace(made, views=views))
+
+    rest = lengths[1:]
+    said = f"request 0: seq_lens_host {lengths[0]}, seq_lens {lengths[0] + 1}; give the same"
+    with pytest.raises(BatchError, match=said):
+        plan(lengths, [lengths[0] + 1, *rest])
+    assert plan(lengths, lengths)
+    assert plan([queries[0], *rest], [0, *rest])  # the first only pads the batch
+
+
 def test_a_layer_that_no_config_lists_is_held_to_the_row_too():
     dispatcher, pre, _ = make()
     windowed = dataclasses.replace(LAYERS[0], sliding_window=3)

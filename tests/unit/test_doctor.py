@@ -55,6 +55,14 @@ def examine(monkeypatch, torch: str, libraries: dict, *groups: str, device=HOPPE
         ("2.13.0", {}, "source", "note", "for x; source: built from source", ""),
         ("2.13.0", {}, "kern>=0.4 or source", "note", "built for torch 2.13", "'kern==0.4.8'"),
         ("2.13.0", {}, "source or free", "note", "for x", "'free'"),
+        (  # no command for another torch: what else is here was built for this one
+            "2.13.0",
+            {},
+            "torch==2.8.*",
+            "note",
+            "for x; another torch: install it in an environment of its own",
+            "",
+        ),
         (
             "2.12.0",
             {},

@@ -23,6 +23,7 @@ FIELDS |= {
     "kv",
     "topk",
     "mode",
+    "deterministic",
     "lacking",
     "flags",
     "here",
@@ -56,6 +57,7 @@ def ask(rule, registry):
         kv_cache_dtype=rule.get("kv", "auto"),
         page_size=rule.get("page_size"),
         speculation=Speculation(topk=topk, mode=rule.get("mode", "prefill")) if topk else None,
+        deterministic=rule.get("deterministic", False),
     )
     here = rule.get("here", False)
     everything = {

@@ -32,7 +32,8 @@ def layer(layer_id=0, view="full", heads=2, d=32, dv=16):
 
 
 def pool(store="fp32", layout="NHD", **more):
-    more = {"layers": [layer()], "num_pages": PAGES, "page_size": PAGE, **more}
+    heads = 2 if more.get("kind", "mha") == "mha" else 1  # a latent serves all heads
+    more = {"layers": [layer(heads=heads)], "num_pages": PAGES, "page_size": PAGE, **more}
     return KVPool(more.pop("layers"), kv_cache_dtype=store, layout=layout, **more)
 
 
@@ -283,17 +284,18 @@ def test_views_own_their_pages():
         ("fp32", "mha", 0, 2 * (32 + 16) * 4),
         ("fp8_e5m2", "mha", 0, 2 * (32 + 16)),
         ("fp4_e2m1", "mha", 0, 2 * (16 + 8 + 2 + 1)),
-        ("bf16", "mla", 0, 2 * 32 * 2),
-        ("fp4_e2m1", "dsa", 128, 2 * (16 + 2) + 256),
+        ("bf16", "mla", 0, 32 * 2),
+        ("fp4_e2m1", "dsa", 128, (16 + 2) + 256),
     ],
 )
 def test_memory_is_known_beforehand(store, kind, index_dim, bytes_per_token):
-    layers = [layer(i) for i in range(3)]
+    layers = [layer(i, heads=2 if kind == "mha" else 1) for i in range(3)]
     asked = {"page_size": 16, "kv_cache_dtype": store, "kind": kind, "index_dim": index_dim}
     page = KVPool.bytes_per_page(layers, **asked)
     assert page == 3 * 16 * bytes_per_token
     fits = KVPool.pages_that_fit(10 * page + page // 2, layers, **asked)
     assert fits == 10
+    assert KVPool.pages_that_fit(-page, layers, **asked) == 0  # memory that is spent already
     made = KVPool(layers, num_pages=fits, **asked)
     assert made.nbytes == 10 * page
 
@@ -406,6 +408,9 @@ def test_padding_is_not_copied(layout, apart):
         ({"layers": [layer(), layer(heads=1)]}, "two layers of layer_id 0"),
         ({"store": "fp8_e4m3", "scales": {0: 2.0}}, r"scales of layer 0: 2.0 .expected .k_scale"),
         ({"store": "fp8_e4m3", "scales": {7: (2.0, 2.0)}}, r"scales of layers \[7\] .layers: .0"),
+        ({"kind": "dsa", "index_dim": 8, "index_layers": [0, 3]}, r"index_layers of layers \[3\]"),
+        ({"kind": "mla", "layers": [layer(heads=2)]}, "layer 0 of 2 KV heads, .* one latent of a"),
+        ({"kind": "dsa", "layers": [layer(heads=1, d=16, dv=32)]}, "head_dim 16 and v_head_dim 32"),
     ],
 )
 def test_a_pool_that_would_be_another_one_is_refused(change, message):

@@ -551,6 +551,14 @@ def test_layers_that_carry_no_known_attention():
         requirements_from_config({**config, "layer_types": "full"})
 
 
+def test_layer_types_of_another_number_than_the_layers_are_said():
+    config = {**config_of("llama-3.1-8b"), "num_hidden_layers": 4}
+    note = "layer_types names 1 layers, num_hidden_layers 4: what is named was taken"
+    for types, expected in ((["full_attention"], True), (["full_attention"] * 4, False)):
+        needs = requirements_from_config({**config, "layer_types": types})
+        assert (note in needs.assumptions) == expected
+
+
 def test_missing_keys_are_all_listed_with_their_spellings():
     with pytest.raises(ModelConfigError) as error:
         requirements_from_config({"architectures": ["FooModel"]})

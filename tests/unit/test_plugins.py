@@ -45,6 +45,20 @@ class NoHook:
     pass
 
 
+class Misspelt:
+    """A second hook of another name, which nobody would ever call."""
+
+    @staticmethod
+    @hookimpl
+    def attn_register_backends():
+        return [spec("misspelt")]
+
+    @staticmethod
+    @hookimpl
+    def attn_register_pin():
+        return []
+
+
 @pytest.mark.parametrize(
     ("point", "message"),
     [
@@ -115,6 +129,11 @@ class NoHook:
         (gen.point("bad", []), "registers nothing"),
         (gen.FakePoint("p", NoHook(), gen.FakeDist("bad")), "mark a function with @hookimpl"),
         (gen.FakePoint("p", WrongArguments(), gen.FakeDist("bad")), "everything"),
+        (
+            gen.FakePoint("p", Misspelt(), gen.FakeDist("bad")),
+            "unknown hook attn_register_pin: known: attn_register_backends, attn_register_libraries"
+            ", attn_register_pins",
+        ),
     ],
 )
 def test_a_broken_plugin_is_listed_and_the_others_live(point, message):
@@ -129,7 +148,8 @@ def test_a_broken_plugin_is_listed_and_the_others_live(point, message):
     ("field", "value", "message"),
     [
         ("device", None, "device None (expected text"),
-        ("device", "", "device '' (expected text, a type or 'any')"),
+        ("device", "", "device '' (expected text, a type or 'any'"),
+        ("device", "cpu:amx", "device 'cpu:amx' (expected text, a type or 'any'; its archi"),
         ("dtypes", set(), "dtypes {} (expected a set of text, of bf16, fp16, fp32)"),
         ("dtypes", {"bfloat16"}, "dtypes {'bfloat16'} (expected"),
         ("kv_dtypes", {"fp8"}, "kv_dtypes {'fp8'} (expected"),
@@ -162,6 +182,23 @@ def test_a_badly_typed_row_breaks_its_backend_alone(field, value, message):
     assert [s.name for s in registry.family("softmax")] == ["fine"]
     (broken,) = registry.broken
     assert (broken.name, message in broken.error) == ("bad", True), broken.error
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"page_sizes": {16}, "max_page_size": 8}, "max_page_size 8 (expected 16 or more, of page"),
+        (
+            {"page_sizes": {16}, "preferred_page_size": 24, "preferred_page_reason": "faster"},
+            "preferred_page_size 24 (expected a size that the row takes: 16)",
+        ),
+        ({"preferred_page_size": 64}, "preferred_page_size 64 without preferred_page_reason"),
+    ],
+)
+def test_a_page_size_that_no_pool_would_have_is_named(fields, message):
+    registry = load_plugins([gen.point("bad", [spec("bad", replace(ROW, **fields))])])
+    (broken,) = registry.broken
+    assert message in broken.error
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -150,6 +151,26 @@ def test_the_command_says_what_is_wrong(command, tmp_path, monkeypatch, capsys):
         assert end.value.code == 2
         assert "is no reproducer: " in said.err
         assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["replay", "bisect"])
+def test_what_is_no_reproducer_is_said_without_torch(command, tmp_path):
+    """Importing torch takes seconds, which a mistyped path need not cost."""
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("nowhere", "config.json"):
+        code = f"""
+import sys
+from attn_core import cli
+sys.argv = ["attn", "{command}", {str(tmp_path / name)!r}]
+try:
+    cli.main()
+except SystemExit as end:
+    assert end.code == 2, end.code
+assert "torch" not in sys.modules
+"""
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        assert "is no reproducer: " in ran.stderr
 
 
 def test_the_commands_run_a_file(file, tmp_path, monkeypatch, capsys):

@@ -524,7 +524,7 @@ def test_a_reference_backend_on_an_accelerator_is_said_to_be_slow_and_how_to_avo
     assert (chosen.backend("prefill"), chosen.backend("decode")) == ("ref", "fast_decode")
     (said,) = chosen.advice
     assert "prefill runs on ref, a reference" in said
-    assert "; --speculative-attention-mode decode avoids it" in said
+    assert "; to avoid it: --speculative-attention-mode decode" in said
     assert said in chosen.explain()
     assert chosen.to_json()["advice"] == [said]
     avoided = replace(needs, speculation=Speculation(topk=4, mode="decode"))

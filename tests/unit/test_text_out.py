@@ -95,6 +95,18 @@ def test_no_cell_of_the_backends_is_cut(columns, attn):
             assert f"{name}{version or 'notinstalled'}" in libraries
 
 
+@pytest.mark.parametrize("columns", [50, 40])
+def test_a_narrow_terminal_gets_paragraphs(columns, attn):
+    """In a table, words would stand there letter below letter."""
+    listed = json.loads(attn("backends", "--json"))
+    shown = attn("backends", columns=columns)
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "\ndual_chunk_flash_attn\n  kinds  mha\n" in shown
+    for entry in listed["backends"]:
+        for word in (entry["name"], *entry["origin"].split(), *entry["libraries"]):
+            assert word in shown
+
+
 def test_names_stay_whole_at_80_columns(attn):
     shown = attn("matrix", columns=80)
     for kind, backends in json.loads(attn("matrix", "--format", "json")).items():

@@ -626,6 +626,16 @@ def attn(*arguments):
     return CliRunner().invoke(build_app(), [*arguments, *ARGUMENTS])
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_minutes(monkeypatch, capsys):
+    """What took minutes to measure would be lost."""
+    monkeypatch.setattr("attn_core.cli.tune.Measurement", None)
+    monkeypatch.setattr(sys, "argv", ["attn", "tune", "--out", "/proc/absent/profile.json"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "--out /proc/absent: No such file" in capsys.readouterr().err
+
+
 def test_the_commands_measure_keep_and_select(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = attn("tune", "--quick", "--json", "--minutes", "1")

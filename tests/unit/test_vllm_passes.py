@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -120,8 +121,11 @@ def test_host_lengths_are_exact_and_hold_the_queries_of_padding():
     assert part.batch.views["full"].seq_lens_host == (9, 4)  # with drafts vLLM knows a bound only
     made = common((1, 1), (9, 4))
     made.max_seq_len = 14
+    made.seq_lens_cpu_upper_bound = known = MagicMock()
+    known.__getitem__.return_value = made.seq_lens  # exact, where nothing is drafted
     part = builder(Plans(), host_lengths=True).ragged(made, slice(0, 2))
-    assert part.batch.views["full"].seq_lens_host == (14, 9)  # vLLM's own numbers
+    assert part.batch.views["full"].seq_lens_host == (9, 4)
+    assert known.__getitem__.called  # vLLM's own numbers, for which no device is read
 
 
 def test_a_captured_size_is_planned_once_and_refilled():

@@ -91,6 +91,7 @@ NAMES = sorted({spec.name for spec in REGISTRY.backends.values()})
 @example({"device": "npu:910b", "runtime_version": "8.0"}, "trtllm_mha")
 @example({"device": "cuda:sm90", "assume_installed": ["triton"]}, "fa3")
 @example({}, "fa3")
+@example({"device": "cuda:sm90", "kind": "kda"}, "cutedsl")
 @settings(max_examples=max(10, settings.default.max_examples // 6))
 def test_the_printed_command_works_and_is_minimal(flags, name):
     asked = InputFlags(**flags)
@@ -206,3 +207,10 @@ def test_a_variable_that_a_command_leaves_out_is_unset(monkeypatch):
     )[0]
     command = written("select", after)
     assert command == "env -u ATTN_DETERMINISTIC attn select --kind mla --device cuda:sm90"
+
+
+def test_another_kind_of_linear_layers_is_a_flag():
+    code, text = run("why-not", "cutedsl", "--device", "cuda:sm90", "--kind", "kda", "--json")
+    answer = json.loads(text)
+    assert (code, answer["changes"]) == (0, ["a model with gdn layers"])
+    assert roles(answer["command"], "cutedsl") == {"linear decode"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from numbers import Integral
 
 from attn_core.cache.page_table import num_pages_for, reusable_prefix
 from attn_core.errors import OutOfPagesError, UsageError
@@ -16,7 +17,7 @@ class PageAllocator:
     Callers hold keys, such as request ids, and `pages` returns the pages of a key. Several keys may
     share the whole pages of a common prefix; a page becomes free when its last key releases it. The
     last `grow` or `share` sets the length of a key, so a partly filled page is never shared, and a
-    shared one is never written.
+    shared one is never written. One thread may call it at a time.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -45,6 +46,8 @@ class PageAllocator:
 
         Raises UsageError for a smaller pool.
         """
+        if not is_count(num_pages):
+            raise UsageError(f"num_pages {num_pages!r} (expected an integer of 1 or more)")
         if num_pages <= self.total:
             raise UsageError(f"a pool of {self.total + 1} pages cannot shrink to {num_pages}")
         self._free[:0] = range(num_pages - 1, self.total, -1)  # low pages first, as before
@@ -104,6 +107,7 @@ class PageAllocator:
         released a page that the new key needs.
         """
         _refuse_negative(key, tokens)
+        _refuse_fraction("behind", behind)
         if key in self._pages:
             raise UsageError(f"{key!r} holds pages already; share starts a new key")
         reused = reusable_prefix(tokens, self.page_size)
@@ -119,8 +123,10 @@ class PageAllocator:
     def release_before(self, key: Hashable, position: int) -> None:
         """Release the whole pages before token `position`, which a sliding window no longer sees.
 
-        Their entries become the dummy page 0, so later pages keep their index.
+        Their entries become the dummy page 0, so later pages keep their index. A position below 0
+        releases nothing. Raises UsageError.
         """
+        _refuse_fraction("position", position)
         pages = self._pages_of(key)
         num_released = min(max(position, 0) // self.page_size, len(pages))
         self._free_pages(pages[:num_released])
@@ -146,6 +152,11 @@ class PageAllocator:
             if not self._owners[page]:
                 del self._owners[page]
                 self._free.append(page)
+
+
+def _refuse_fraction(name: str, token: int) -> None:
+    if not isinstance(token, Integral):
+        raise UsageError(f"{name} {token!r} (expected an integer, the index of a token)")
 
 
 def _refuse_negative(key: Hashable, tokens: int) -> None:

@@ -53,7 +53,7 @@ class KVPool:
     kv_cache_dtype: a key of TORCH_DTYPES. Sparse MLA (DSA) in "fp8_e4m3" has a scale per 128 values
     of a token, and its rope part in bf16.
     layout: "NHD" or "HND", as in LayerCache.
-    kind: "mla" and "dsa" store the latent once and no V.
+    kind: "mla" and "dsa" store the latent of all heads once and no V: their layers have 1 KV head.
     index_dim: above 0, layers of sparse MLA (DSA) also store index keys of so many dims.
     index_dtype: "bf16", "fp16", "fp32", or "fp8_e4m3" with a scale per key.
     index_layers: the ids of the layers with an indexer; None = all. A layer that shares another
@@ -108,8 +108,9 @@ class KVPool:
                     f"scales of layer {x.layer_id}: {scale!r} (expected (k_scale, v_scale))"
                 )
             self._layers[x.layer_id] = self._create(x, int(pages), scale)
-        if unknown := sorted((scales or {}).keys() - self._layers.keys()):
-            raise UsageError(f"scales of layers {unknown} (layers: {sorted(self._layers)})")
+        for name, ids in (("scales", scales or {}), ("index_layers", index_layers or ())):
+            if unknown := sorted(set(ids) - self._layers.keys()):
+                raise UsageError(f"{name} of layers {unknown} (layers: {sorted(self._layers)})")
 
     def _create(self, layer: CachedLayer, pages: int, scale: tuple[Scale, Scale]) -> LayerCache:
         fp4, size, heads = self.kv_cache_dtype == "fp4_e2m1", self.page_size, layer.num_kv_heads
@@ -122,6 +123,13 @@ class KVPool:
         packed = self.kind == "dsa" and self.kv_cache_dtype == "fp8_e4m3"
         if packed:
             check_latents(layer)
+        if self.kind != "mha" and (heads != 1 or layer.v_head_dim > layer.head_dim):
+            raise UsageError(
+                f"layer {layer.layer_id} of {heads} KV heads, head_dim {layer.head_dim} and "
+                f"v_head_dim {layer.v_head_dim} in a pool of kind {self.kind!r}, in which one "
+                "latent of a token serves all heads (expected 1 KV head, and a V of the first "
+                "numbers of K, as in 576/512); give the layer after absorption, or take kind 'mha'"
+            )
         shape = (pages, size, heads) if self.layout == "NHD" else (pages, heads, size)
 
         store, per_byte = TORCH_DTYPES[self.kv_cache_dtype], 2 if fp4 else 1
@@ -216,7 +224,7 @@ class KVPool:
             index_dtype=index_dtype,
             index_layers=index_layers,
         )
-        return int(memory // bytes_per_page)
+        return max(0, int(memory // bytes_per_page))
 
 
 def check_latents(layer: CachedLayer) -> None:

@@ -203,7 +203,7 @@ class StatePool:
             layers, num_slots=1, dtype=dtype, num_drafts=num_drafts, conv_channels=conv_channels,
             conv_width=conv_width, conv_dtype=conv_dtype, device="meta",
         )  # fmt: skip
-        return memory // pool.bytes_per_slot
+        return max(0, memory // pool.bytes_per_slot)
 
     # What a slot is copied, kept or cleared with: states and convolution of all layers. The drafts
     # of a slot belong to one pass and stay. A look at slots would wait for a device, not for a CPU.

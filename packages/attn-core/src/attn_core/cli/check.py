@@ -66,8 +66,8 @@ def check_command(
     every: tuple[Kind, ...] = get_args(Kind)
     kinds = tuple(k for k in every if check("--kind", kind, every) in (None, k))
     registry = load_plugins()
-    if backend is not None:
-        registry.find(backend)  # or says which names there are
+    for name in (n for n in (backend, against) if n is not None):
+        registry.find(name)  # or says which names there are, before torch is imported
     here = local_device(device)
     if evidence is not None:
         make_folder("--evidence", evidence)

@@ -86,7 +86,9 @@ def _shape(flags: InputFlags, fix: Fix, values: dict[str, Any]) -> dict[str, Any
     if fix.target == "linear":
         kinds = [x.kind for x in values.get("layers", ())] or [values.get("kind")]
         plain = flags.kind in (None, "mha") or linear
-        return {"kind": kinds[0]} if plain and set(values) <= {"kind", "layers"} else None
+        new_layers = values.keys() & {"kind", "layers"}  # a new kind leaves all dims open
+        dims = [values[name] for name in values.keys() - new_layers]
+        return {"kind": kinds[0]} if plain and new_layers and not any(dims) else None
     if not set(values) <= set(SHAPE) or ("kind" in values and linear):
         return None
     for name in ("num_q_heads", "num_kv_heads"):  # the rows speak of one rank's

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+NARROWEST = 7  # characters of a column: of fewer, words come in pieces that cannot be read
+
 
 def console(stream: TextIO | None = None) -> Console:
     """Return a console that prints plugin texts as they are (no markup, no emoji)."""
@@ -37,18 +39,35 @@ def progress(*columns: ProgressColumn) -> Progress:
 
 
 def print_table(header: list[str], rows: list[list[str]], title: str = "") -> None:
-    """Print a table. Long cells wrap between words, and within a word only if necessary."""
+    """Print a table. Long cells wrap between words, and within a word only if necessary.
+
+    Where that would leave a column fewer than NARROWEST characters, each row is a paragraph.
+    """
     from rich.table import Table
 
     out = console()
     rows = [[printable(cell) for cell in row] for row in rows]
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     widths = _widths([header, *rows], out.width - 2 * (len(header) - 1))
+    columns = zip(header, *rows, strict=True)
+    words = [max((len(word) for c in cells for word in c.split()), default=0) for cells in columns]
+    if any(width < min(NARROWEST, word) for width, word in zip(widths, words, strict=True)):
+        _print_paragraphs(header, rows, title)
+        return
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name, width in zip(header, widths, strict=True):
         table.add_column(name, overflow="fold", width=width)
     for row in rows:
         table.add_row(*row)
     out.print(table)
+
+
+def _print_paragraphs(header: list[str], rows: list[list[str]], title: str) -> None:
+    """Print the first cell of each row, and below it the others with their titles."""
+    lines = [title] if title else []
+    for name, *cells in rows:
+        pairs = zip(header[1:], cells, strict=True)
+        lines += [name, *(f"  {t}  {c}" if t else f"  {c}" for t, c in pairs if c)]
+    print_text("\n".join(lines))
 
 
 def _widths(rows: list[list[str]], width: int) -> list[int]:

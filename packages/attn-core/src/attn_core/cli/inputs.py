@@ -82,6 +82,11 @@ def _libraries(
     flags: InputFlags, registry: Registry, same: bool
 ) -> tuple[dict[str, str | None], list[str]]:
     assumed = names(flags.assume_installed)
+    if flags.assume_installed and not assumed:
+        raise UsageError(
+            f"--assume-installed {','.join(flags.assume_installed)!r} names no library; name at "
+            "least one, or all, or leave the flag out"
+        )
     explicit = [name for name in assumed if name != "all"]
     all_libraries: dict[str, str | None] = dict.fromkeys(parse_libraries(_all_names(registry)))
     optional = [name for spec in registry.backends.values() for name in spec.optional]

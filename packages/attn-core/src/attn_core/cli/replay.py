@@ -14,6 +14,7 @@ from attn_core.errors import UsageError
 from attn_core.formatting import printable
 from attn_core.plugins.registry import load_plugins
 from attn_core.plugins.streams import stdout_to_stderr
+from attn_core.trust.header import metadata
 
 if TYPE_CHECKING:
     from attn_core.trust.judge import Verdict
@@ -37,8 +38,9 @@ def replay_command(
     The truth is a float64 oracle, the tolerance that of the conformance suite. The outputs in the
     file are judged too.
     """
+    metadata(file)  # what is no reproducer is said before torch is imported
     registry, local = load_plugins(), local_device(device)
-    from attn_core.trust.files import load  # torch, which other commands do without
+    from attn_core.trust.files import load
     from attn_core.trust.replay import described, replay
 
     r = load(file)
@@ -76,8 +78,9 @@ def bisect_command(
 
     Requests, tokens, heads, layers and features that the fault does not need are left out.
     """
+    metadata(file)
     registry, local = load_plugins(), local_device(device)
-    from attn_core.trust.bisect import smallest  # torch
+    from attn_core.trust.bisect import smallest
     from attn_core.trust.files import load, save
     from attn_core.trust.replay import described
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from attn_core.cli.check import make_folder
 from attn_core.cli.console import console, print_json
 from attn_core.cli.measurement import (
     Json,
@@ -82,6 +83,8 @@ def tune_command(
                     f"{file} is of another environment: {'; '.join(differs)}; name another file"
                 )
             known = Profile()
+    if not compile_only:
+        make_folder("--out" if out is not None else "the default --out", file.parent)
     work = Measurement(
         inputs, registry, env, known, minutes, grid=not quick, usual=True, part=part_of(part)
     )

@@ -97,6 +97,12 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
     layer_types = keys.layers("layer_types")
     crossed = keys.get("cross_attention_layers")
     if layer_types is not None:
+        depth = keys.count("num_hidden_layers")
+        if layer_types and depth is not None and depth != len(layer_types):
+            keys.assume(
+                f"layer_types names {len(layer_types)} layers, num_hidden_layers {depth}: what "
+                "is named was taken"
+            )
         return _named_roles(keys, layer_types)
     if roles := _numbered_roles(keys) or _coded_roles(keys):
         return roles

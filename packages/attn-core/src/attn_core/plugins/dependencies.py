@@ -133,8 +133,9 @@ def parse_libraries(names: Iterable[str]) -> dict[str, str | None]:
                 raise InvalidRequirement("only == is possible")
             version = str(Version(pins[0])) if pins else None
         except ValueError as error:  # InvalidRequirement, InvalidVersion, too long a number
+            reason = str(error).partition("\n")[0]  # packaging draws an arrow below the text
             raise UsageError(
-                f"--assume-installed {text}: not NAME or NAME==VERSION ({error}); "
+                f"--assume-installed {text}: not NAME or NAME==VERSION ({reason}); "
                 "for example triton or flashinfer-python==0.6.14"
             ) from None
         libraries[canonicalize_name(requirement.name)] = version

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pluggy
 
+from attn_core.formatting import near
 from attn_core.plugins.dependencies import Pin
 from attn_core.spec.capabilities import BackendSpec
 
@@ -38,3 +41,19 @@ def attn_register_libraries() -> Sequence[str]:  # type: ignore[empty-body]  # a
     Rows require them by name, as they require distributions. Called once when plugins are loaded,
     like attn_register_backends; say only what lies on the disk, load nothing.
     """
+
+
+def hooks_of(module: Any, name: str) -> pluggy.HookRelay:
+    """Return the hooks of a plugin's module.
+
+    Raises pluggy's error for a hook with arguments that it has not, and TypeError for a function
+    that is marked @hookimpl and named like no hook, which nobody would call.
+    """
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(sys.modules[__name__])
+    known = list(vars(manager.hook))
+    manager.register(module, name)
+    for hook in manager.get_hookcallers(module) or ():
+        if not hook.has_spec() and any(not x.optionalhook for x in hook.get_hookimpls()):
+            raise TypeError(f"unknown hook {hook.name}: {near(hook.name, known)}")
+    return manager.hook

@@ -261,13 +261,11 @@ def _check_contract(dist: Distribution | None) -> None:
 
 
 def _call(module: Any, name: str) -> tuple[list[Any], list[Pin], Libraries]:
-    manager = pluggy.PluginManager(hookspecs.GROUP)
-    manager.add_hookspecs(hookspecs)
-    manager.register(module, name)  # refuses a hook with arguments that do not exist
-    backends = _results(manager.hook.attn_register_backends)
+    hook = hookspecs.hooks_of(module, name)
+    backends = _results(hook.attn_register_backends)
     if backends is None:
         raise TypeError("no hook attn_register_backends: mark a function with @hookimpl")
-    pins = _results(manager.hook.attn_register_pins) or []
+    pins = _results(hook.attn_register_pins) or []
     if not backends and not pins:
         raise ValueError("registers nothing: attn_register_backends returned an empty list")
     if (excess := too_many(backends, pins)) is not None:
@@ -275,7 +273,7 @@ def _call(module: Any, name: str) -> tuple[list[Any], list[Pin], Libraries]:
     pin_error = next((text for text in map(pin_problem, pins) if text), None)
     if pin_error is not None:
         raise TypeError(f"a pin is wrong: {pin_error}")
-    libraries = parse_libraries(_results(manager.hook.attn_register_libraries) or [])
+    libraries = parse_libraries(_results(hook.attn_register_libraries) or [])
     return backends, pins, libraries
 
 

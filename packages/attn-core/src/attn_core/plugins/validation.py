@@ -14,10 +14,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from attn_core.dtypes import KV_DTYPES, PLAIN_DTYPES
-from attn_core.formatting import printable
+from attn_core.formatting import listing, printable
 from attn_core.plugins.dependencies import Pin, alternatives
 from attn_core.spec.capabilities import BackendSpec, Capabilities, KnownBad
 from attn_core.spec.kinds import Phase
+from attn_core.spec.page_size import takes_page
 
 # A declaration is read by every command: it stays small enough to be weighed in no time.
 MAX_BACKENDS = 64  # of one plugin
@@ -53,7 +54,7 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (bool, "not empty"),
     "create": (_class_name, "'module:Class'"),
     "capabilities": (bool, "at least one"),
-    "device": (bool, "a type or 'any'"),
+    "device": (lambda v: v and ":" not in v, "a type or 'any'; its architectures are archs"),
     "dtypes": (lambda v: v and v <= PLAIN_DTYPES, f"of {', '.join(sorted(PLAIN_DTYPES))}"),
     "kv_dtypes": (lambda v: v and v <= KV_DTYPES, f"of {', '.join(sorted(KV_DTYPES))}"),
     "layouts": (lambda v: v and v <= LAYOUTS, f"of {', '.join(sorted(LAYOUTS))}"),
@@ -102,7 +103,7 @@ def problem(spec: object) -> str | None:
         if not 0 < len(name) <= MAX_NAME or set(name) & set(" ,"):  # what flags split names at
             return f"name {name!r} (expected 1 to {MAX_NAME} characters without blank and comma)"
     for number, row in enumerate(spec.capabilities):
-        if (error := _fields(row)) is not None:
+        if (error := _fields(row) or _page_problem(row)) is not None:
             return f"row {number}: {error}" if len(spec.capabilities) > 1 else error
         if not row.absorbed and (row.phases != {Phase.PREFILL} or row.max_verify_topk):
             return (
@@ -114,6 +115,18 @@ def problem(spec: object) -> str | None:
             return f"known_bad: {error}"
     families = {row.family for row in spec.capabilities}
     return "rows of both families, softmax and linear" if len(families) > 1 else None
+
+
+def _page_problem(row: Capabilities) -> str | None:
+    """Say which page size of a row no pool would have, or is not explained."""
+    most, preferred, sizes = row.max_page_size, row.preferred_page_size, listing(row.page_sizes)
+    if most is not None and row.page_sizes and most < min(row.page_sizes):
+        return f"max_page_size {most} (expected {min(row.page_sizes)} or more, of page_sizes)"
+    if preferred is not None and not takes_page(row, preferred):
+        return f"preferred_page_size {preferred} (expected a size that the row takes: {sizes})"
+    if preferred is not None and not row.preferred_page_reason:
+        return f"preferred_page_size {preferred} without preferred_page_reason, what was measured"
+    return None
 
 
 def pin_problem(pin: object) -> str | None:

@@ -93,6 +93,29 @@ def refuse_lengths(batch: ForwardBatch, page_size: int) -> None:
             )
 
 
+def refuse_host_lengths(batch: ForwardBatch) -> None:
+    """Raise BatchError for lengths on the host that are not those of the tensor, only on a CPU.
+
+    Backends read the one or the other. A request that only pads the batch may be as long as its
+    queries on the host alone.
+    """
+    for name, view in batch.views.items():
+        host = view.seq_lens_host
+        if host is None or type(view.seq_lens) is not Tensor or not view.seq_lens.is_cpu:
+            continue
+        lengths: list[int] = view.seq_lens.tolist()
+        if lengths == [*host]:
+            continue
+        queries = None if name == "cross" else batch.query_lens_host
+        least = queries or (0,) * len(lengths)
+        for i, (n, known, q) in enumerate(zip(lengths, host, least, strict=True)):
+            if known != max(n, q):
+                raise BatchError(
+                    f"view {name!r}, request {i}: seq_lens_host {known}, seq_lens {n}; give the "
+                    "same, or leave seq_lens_host out"
+                )
+
+
 def refuse_window(name: str, layer: AttentionLayer, *, causal: bool | None = None) -> None:
     """Raise UnsupportedError for a non-causal sliding window, which `name` does not support.
 

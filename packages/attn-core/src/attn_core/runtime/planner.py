@@ -16,6 +16,7 @@ from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import (
     refuse_capture,
     refuse_drafts,
+    refuse_host_lengths,
     refuse_lengths,
     refuse_mode,
 )
@@ -89,12 +90,14 @@ class Planner:
         """Plan this pass with its backends, once, before its first layer; None if idle.
 
         Raises UnsupportedError if the backend's row cannot verify the drafts, BatchError for a
-        request of more tokens than its page table has columns for, where the host knows.
+        request of more tokens than its page table has columns for, where the host knows, and on a
+        CPU for lengths on the host that are not those of the tensor.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
             return None
         refuse_lengths(batch, self.caches.page_size)
+        refuse_host_lengths(batch)
         size = size_of(batch)
         pick = self.pickers.pick(mode, size)
         metadata = self._planned(batch, pick, _EAGER)

@@ -11,9 +11,12 @@ from attn_core.errors import UsageError
 from attn_core.plugins.registry import Registry
 from attn_core.selection.ranking import RowJudge
 from attn_core.selection.result import Overrides
-from attn_core.selection.sub_backends import check_sub_backends
+from attn_core.selection.sub_backends import check_sub_backends, flag_of
 from attn_core.spec.device import Device
 from attn_core.spec.requirements import Requirements, check_type, is_count
+
+LINEAR = ("linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend")
+SOFTMAX = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def check_types(
@@ -48,14 +51,14 @@ def check_types(
 def check_flags(s: RowJudge) -> None:
     """Raise UsageError for a flag of which the model has nothing, and for a page size below 1."""
     o = s.overrides
-    linear = (o.linear_attn_backend, o.linear_attn_prefill_backend, o.linear_attn_decode_backend)
-    if any(linear) and not s.needs.linear_layers:
-        raise UsageError("--linear-attn-backend: the model has no linear attention layers")
-    softmax = (o.attention_backend, o.prefill_attention_backend, o.decode_attention_backend)
-    if any(softmax) and not s.needs.softmax_layers:
-        raise UsageError("--attention-backend: the model has no softmax attention layers")
-    if o.mm_attention_backend and s.needs.vision is None:
-        raise UsageError("--mm-attention-backend: the model has no vision tower")
+    for fields, served, what in (
+        (LINEAR, s.needs.linear_layers, "no linear attention layers"),
+        (SOFTMAX, s.needs.softmax_layers, "no softmax attention layers"),
+        (("mm_attention_backend",), s.needs.vision, "no vision tower"),
+    ):
+        named = [flag_of(field) for field in fields if getattr(o, field)]
+        if named and not served:
+            raise UsageError(f"{', '.join(named)}: the model has {what}; drop the flag")
     check_sub_backends(o, s.needs, s.registry)
     if s.needs.page_size is not None and not is_count(s.needs.page_size):
         raise UsageError(f"--page-size {s.needs.page_size}: at least 1, an integer")

@@ -221,7 +221,10 @@ def _group(
             yield key, Finding(group, missing, "note", pin.why, pin.pip)
         elif free:
             key = ("free", free[0].name) if new else (group,)
-            yield key, Finding(group, missing, "note", "", f"pip install '{free[0]}'")
+            text, fix = "", f"pip install '{free[0]}'"
+            if free[0].name == "torch":  # every other backend here has the one that is installed
+                text, fix = "another torch: install it in an environment of its own", ""
+            yield key, Finding(group, missing, "note", text, fix)
         else:
             texts = [f"{p.distribution}: {p.why}" for p in fitting.values()]
             other_torch: dict[str, list[str]] = {}

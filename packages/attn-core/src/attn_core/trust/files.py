@@ -14,15 +14,13 @@ from torch import Tensor
 
 from attn_core.cache.layer_cache import TORCH_DTYPES, LayerCache, Scale
 from attn_core.errors import AttnError, UsageError
-from attn_core.formatting import printable
-from attn_core.json_text import loaded
 from attn_core.runtime.batch import ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.trust.fields import Fields
+from attn_core.trust.header import KEY, metadata, none_of_ours
 from attn_core.trust.reproducer import LIMITS, Reproducer, Setting
 
 FORMAT = 1
-_KEY = "attn_reproducer"
 _LAYER = (
     *("layer_id", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "scale", "view"),
     *("logit_cap", "sliding_window", "is_causal", "is_cross"),
@@ -67,7 +65,7 @@ def save(r: Reproducer, path: Path) -> None:
     saved = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file(saved, part, metadata={_KEY: json.dumps(data)})
+        save_file(saved, part, metadata={KEY: json.dumps(data)})
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -89,15 +87,10 @@ def load(path: Path) -> Reproducer:
 
     All that a kernel trusts is checked: shapes, page ids, lengths.
     """
+    data = metadata(path)
     library = _library()
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
-            raise UsageError("not a file")
         with library.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-            if text is None:
-                raise UsageError("its metadata has no reproducer")
-            data = loaded(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _reproducer(Fields(data, "the metadata"), tensors)
     except (
@@ -108,11 +101,7 @@ def load(path: Path) -> Reproducer:
         RecursionError,
         library.SafetensorError,
     ) as error:
-        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(
-            f"{printable(str(path), 200)} is no reproducer: {printable(message, 300)}; `Shadow` "
-            "and `attn bisect` write them"
-        ) from error
+        raise none_of_ours(path, error) from error
 
 
 def _reproducer(data: Fields, tensors: Mapping[str, Tensor]) -> Reproducer:
