@@ -21,6 +21,7 @@ from attn_core.testing import BackendSuite
 from attn_core.testing.case_catalog import RELATED
 from attn_core.testing.harness import Bench
 from attn_core.testing.inputs import Point
+from attn_core.testing.passes import attend, compare, create, prepared
 from attn_core.testing.plan import plan
 from attn_core.testing.replay import replayed
 from attn_core.testing.runner import run_check
@@ -193,6 +194,16 @@ def test_replays_of_trees():
     tree = next(r for r in spec().capabilities if r.max_verify_topk > 1)
     bench = Bench(spec=spec(), row=tree, torch_device=CPU, arch="gfx942")
     replayed(bench, RELATED["mha"]["tree"], Point(dtype="bf16", page_size=1))
+
+
+def test_a_layer_without_causal_order_sees_every_draft_of_a_tree():
+    tree = next(r for r in spec().capabilities if r.max_verify_topk > 1)
+    bench = Bench(spec=spec(), row=tree, torch_device=CPU, arch="gfx942")
+    case = dataclasses.replace(RELATED["mha"]["tree"], is_causal=False)
+    point = Point(dtype="bf16", page_size=1)
+    inputs, right = prepared(bench, case, point)
+    actual = attend(create(bench, case, inputs, point), inputs)
+    compare(actual, right, inputs.real_tokens, torch.bfloat16, "output")
 
 
 def capture_of(lengths):

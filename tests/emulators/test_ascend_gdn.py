@@ -209,6 +209,19 @@ def test_a_pass_of_padding_alone_changes_nothing(count):
         assert torch.equal(pool.states.state, before)
 
 
+@pytest.mark.parametrize("mode", [M.EXTEND, M.DECODE])
+@pytest.mark.parametrize("preallocated", [True, False])
+def test_a_pass_without_requests(mode, preallocated):
+    """The operators take no empty tensors."""
+    pool, batch = pool_of(slots=4), make_batch(mode, [], [])
+    before, tensors = pool.states.state.clone(), bf16(LAYER, 0)
+    out = torch.empty_like(tensors[2]) if preallocated else None
+    result, _ = run(make(), batch, LAYER, pool, tensors, out=out)
+    assert result.shape == (0, 4, 128)
+    assert out is None or result is out
+    assert torch.equal(pool.states.state, before)
+
+
 def test_states_that_are_not_dense_are_gathered(calls):
     wide = torch.randn(1, 8, 2, 4, 128, 128).bfloat16()
     pool = StatePool.of([0], StateCache(state=wide[:, :, 0]))

@@ -1,5 +1,6 @@
 """ascend over sparse MLA, on emulated torch-npu: the suite, and what would fail."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -101,6 +102,14 @@ def test_the_fewer_tokens_are_gathered(case, keys, calls):
         actual = attend(that.backend, that.inputs, preallocated=preallocated, return_lse=False)
         compare(actual, that.right, that.inputs.real_tokens, torch.bfloat16, "output")
     assert [args[1].shape[0] for args, _ in calls[0]] == [keys, keys]
+
+
+def test_latents_in_a_larger_tensor_are_refused():
+    that = Indexed("dsa-decode")
+    k = that.inputs.cache.k
+    apart = torch.stack([k, torch.zeros_like(k)], 1)[:, 0]
+    with pytest.raises(UnsupportedError, match="strides"):
+        attend(that.backend, that.inputs, cache=dataclasses.replace(that.inputs.cache, k=apart))
 
 
 def test_many_selected_tokens_are_gathered_in_parts(calls, monkeypatch):

@@ -101,15 +101,16 @@ def test_a_wrong_number_of_a_page_is_seen(monkeypatch, fault):
     assert not torch.allclose(out.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_a_pass_without_requests():
+@pytest.mark.parametrize(("requests", "columns"), [(0, 1), (0, 0), (2, 1), (2, 0)])
+def test_a_pass_without_keys(requests, columns):
     """There is no longest request, whose pages would be the table's columns."""
     pool = KVPool([LAYER], num_pages=1, page_size=PAGE, kv_cache_dtype="fp4_e2m1")
     dispatcher = HybridDispatcher.from_selection(selected(), load_plugins(), [LAYER], pool)
     batch = ForwardBatch.build(
         ForwardMode.EXTEND,
-        query_lens=[],
-        seq_lens=[],
-        page_table=torch.zeros(0, 1, dtype=torch.int32),
+        query_lens=[0] * requests,
+        seq_lens=[0] * requests,
+        page_table=torch.zeros(requests, columns, dtype=torch.int32),
         page_size=PAGE,
     )
     plan = dispatcher.init_forward_metadata(batch)

@@ -11,6 +11,8 @@ from attn_core import (
     DualChunk,
     ForwardBatch,
     ForwardMode,
+    GraphRunner,
+    HybridDispatcher,
     KVPool,
     create_backend,
     load_plugins,
@@ -84,20 +86,30 @@ def lengths(monkeypatch):
     return made
 
 
-def decode(seq_lens, *, layer=LAYER, max_seq_len=None, host=True):
+def created(layer=LAYER):
     spec = load_plugins().get("dual_chunk_flash_attn")
     row = next(r for r in spec.capabilities if "sm90" in r.archs)
-    pool = KVPool([layer], num_pages=128, page_size=16, kv_cache_dtype="bf16")
     config = BackendConfig(
         name=spec.name, row=row, layers=(layer,), page_size=16, dtype="bf16",
         kv_cache_dtype="bf16", device=torch.device("cpu"), arch="sm90",
     )  # fmt: skip
-    backend = create_backend(spec, config)
+    return create_backend(spec, config)
+
+
+def pool_of(layer=LAYER):
+    return KVPool([layer], num_pages=128, page_size=16, kv_cache_dtype="bf16")
+
+
+def decoding(seq_lens):
     table = torch.arange(1, 1 + 20 * len(seq_lens), dtype=torch.int32).view(-1, 20)
-    batch = ForwardBatch.build(
+    return ForwardBatch.build(
         ForwardMode.DECODE, query_lens=[1] * len(seq_lens), seq_lens=seq_lens, page_table=table,
         page_size=16,
     )  # fmt: skip
+
+
+def decode(seq_lens, *, layer=LAYER, max_seq_len=None):
+    backend, pool, batch = created(layer), pool_of(layer), decoding(seq_lens)
     view = batch.views["full"]
     if max_seq_len is not None:
         view = replace(view, max_seq_len=max_seq_len, seq_lens_host=None)
@@ -125,3 +137,23 @@ def test_short_batches_have_fewer_calls(lengths, longest, calls):
 def test_what_a_graph_may_replay_has_all_calls(lengths):
     decode([1, 5], max_seq_len=320)
     assert lengths == [([1, 5], True), ([0, 0], False), ([0, 0], False)]
+
+
+def test_a_graph_replays_requests_of_any_number_of_chunks():
+    """Its calls are those of the capture, although a pass of shorter requests needs fewer."""
+    backend, pool = created(), pool_of()
+    dispatcher = HybridDispatcher({"prefill": backend, "decode": backend}, pool)
+    torch.manual_seed(0)
+    for pages in (pool.layer(0).k, pool.layer(0).v):
+        pages.copy_(torch.randn(pages.shape))
+
+    def step(batch, plan, q, k, v):
+        return dispatcher.forward(q, k, v, LAYER, batch, plan)
+
+    q, new = torch.randn(2, *LAYER.query_shape).bfloat16(), torch.randn(2, 2, 2, 64).bfloat16()
+    runner = GraphRunner(dispatcher, batch_sizes=[3], max_seq_len=320)
+    runner.capture(ForwardMode.DECODE, step, inputs=(q, *new))
+    for seq_lens in ([1, 5], [64, 65], [300, 2], [128, 129]):
+        batch = decoding(seq_lens)
+        right = step(batch, dispatcher.init_forward_metadata(batch), q, *new)
+        assert torch.equal(runner.replay(batch, q, *new), right)

@@ -591,6 +591,23 @@ def test_towers_of_one_shape_share_the_graphs_of_the_library(scale):
         torch.testing.assert_close(actual, want, rtol=0, atol=0)
 
 
+def test_one_token_of_any_stride_builds_the_graph_of_dense_tensors():
+    """torch calls a dimension of size 1 contiguous at any stride."""
+    layer = dataclasses.replace(make_layer(is_causal=False), num_kv_heads=4)
+    rng = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 7, 4, 64, generator=rng).bfloat16()
+    backend = make_backend(layer, encodes=True)
+    for n in (1, 7):  # a graph serves both
+        cu = indptr(n)
+        right = [x[:n].contiguous() for x in (q, k, v)]
+        odd = [x.as_strided(x.shape, (99, 64, 1)) if n == 1 else x for x in right]
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1).float() for x in right), scale=layer.scale
+        )
+        actual = backend.forward_ragged(*odd, layer, cu, cu, n, n, causal=False)
+        torch.testing.assert_close(actual.float(), want.transpose(0, 1), rtol=2e-2, atol=2e-2)
+
+
 def test_the_library_is_loaded_when_a_backend_is_created(monkeypatch):
     """Nothing of it is there after the plugin and every module of the wrapper were imported."""
     import importlib

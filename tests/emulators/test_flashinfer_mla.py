@@ -230,6 +230,15 @@ def test_no_keys_at_all_need_no_library(prefill, monkeypatch):
     assert not plans
 
 
+@pytest.mark.parametrize("name", ["flashinfer", "flashmla"])
+def test_causal_order_over_fewer_keys_than_queries_is_refused(name):
+    """The library gives queries that see no key a mean of all values."""
+    that = Pass(name, "mla-prefill")
+    tensors, indptr = ragged((5, 2), (5, 1))
+    with pytest.raises(UnsupportedError, match="fewer keys than queries"):
+        _run(that.backend(), _layer(that), tensors, indptr, (5, 2), (5, 1), causal=True)
+
+
 def test_ragged_lengths_are_planned_once_a_pass(prefill, monkeypatch):
     plans = counted(monkeypatch, prefill.BatchPrefillWithRaggedKVCacheWrapper, "plan")
     made = counted(monkeypatch, prefill.BatchPrefillWithRaggedKVCacheWrapper, "__init__")

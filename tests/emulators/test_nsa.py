@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attn_core.errors import BackendError
+from attn_core.errors import BackendError, UnsupportedError
 from attn_core.ops.index import to_fp8_queries
 from attn_core.plugins.registry import load_plugins
 from attn_core.testing import BackendSuite
@@ -165,6 +165,31 @@ def test_over_fp8_a_pass_without_a_selection_selects_all(named, case, calls):
 @pytest.mark.parametrize("named", ["flashmla_kv", "flashmla_sparse"])
 def test_fp8_pages_may_be_larger(named):
     Pass("dsa-decode-fp8", named=named, page_size=128).check()
+
+
+def stacked(k):
+    """Pages of a tensor that has others between them."""
+    return torch.stack([k, torch.zeros_like(k)], 1)[:, 0]
+
+
+def side_by_side(k):
+    return torch.cat([k, torch.zeros_like(k)], -1)[..., : k.shape[-1]]
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("form", [stacked, side_by_side])
+@pytest.mark.parametrize("named", ["flashmla_sparse", "fa3", "flashmla_kv"])
+def test_latents_in_a_larger_tensor_are_read_there_or_refused(named, form, page_size):
+    case = "dsa-decode-fp8" if named == "flashmla_kv" else "dsa-decode"
+    that = Pass(case, named=named, page_size=page_size)
+    cache = dataclasses.replace(that.inputs.cache, k=form(that.inputs.cache.k))
+    that.inputs = dataclasses.replace(that.inputs, cache=cache, after=cache)
+    try:
+        actual = that.run()
+    except UnsupportedError as error:
+        assert "strides" in str(error)  # noqa: PT017  # other forms have to be right
+        return
+    compare((actual, None), that.right, that.inputs.real_tokens, torch.bfloat16, "output")
 
 
 def test_flashmla_kv_reads_the_latents_in_place(calls):

@@ -83,6 +83,21 @@ def test_a_request_whose_prefix_has_no_more_chunks_sees_nothing(return_lse):
         torch.testing.assert_close(lse, sums, rtol=0, atol=1e-4)
 
 
+def test_causal_queries_before_all_keys_see_nothing():
+    that = that_pass("mla-prefill")
+    query_lens, key_lens = (3, 4, 5), (0, 2, 5)
+    tensors, indptr = ragged(query_lens, key_lens)
+    dims = {"num_kv_heads": 4, "head_dim": 192, "v_head_dim": 128, "scale": 192**-0.5}
+    layer = dataclasses.replace(that.inputs.layer, **dims)
+    out, lse = that.backend().forward_ragged(
+        *tensors, layer, *indptr, 5, 5, causal=True, return_lse=True
+    )
+    assert not out[:5].any()
+    assert lse[:5].eq(-torch.inf).all()
+    assert lse[5:].isfinite().all()
+    assert out[5:].isfinite().all()
+
+
 def test_a_graph_refills_a_padded_table_and_leaves_the_batchs_own():
     for page_size, own in ((32, False), (128, False), (64, True)):
         that = that_pass("decode", page_size=page_size)

@@ -40,6 +40,13 @@ def test_a_request_without_encoder_tokens(name, arch, sinks, mode, monkeypatch):
     check_cross(name, mode, sinks=sinks, arch=arch, device="cpu")
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize(("name", "arch", "sinks"), CROSS)
+def test_no_encoder_tokens_at_all_need_no_columns(name, arch, sinks, mode, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", arch.removeprefix("sm"))
+    check_cross(name, mode, sinks=sinks, arch=arch, device="cpu", columns=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "arch"),

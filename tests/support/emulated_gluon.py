@@ -283,7 +283,7 @@ def _language():
         where=where,
         exp2=torch.exp2, exp=torch.exp, log2=torch.log2, abs=torch.abs, rsqrt=torch.rsqrt,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
-        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.fmax(torch.as_tensor(a), torch.as_tensor(b)),  # of a NaN: b
         load=gl_load, store=gl_store, sum=lambda x, axis: x.sum(axis),
         max=lambda x, axis: x.amax(axis), inline_asm_elementwise=unknown_assembly,
         num_programs=lambda axis: torch.tensor(program.count[axis]),

@@ -87,8 +87,11 @@ def check_ragged(name, case, *, sinks, arch, device):
     check(out, lse, torch.tensor(blind, device=device), layer)
 
 
-def check_cross(name, mode, *, sinks, arch, device):
-    """Ask a cross layer of a backend, one request of which has no encoder tokens."""
+def check_cross(name, mode, *, sinks, arch, device, columns=2):
+    """Ask a cross layer of a backend, one request of which has no encoder tokens.
+
+    columns: of the encoder's page table; with 0 no request has encoder tokens.
+    """
     layer = make_layer(sinks=sinks, causal=True, device=device, view="cross", is_cross=True)
     backend = make_backend(name, layer, arch, device)
     size = backend.config.page_size
@@ -97,7 +100,10 @@ def check_cross(name, mode, *, sinks, arch, device):
     own = ForwardBatch.build(
         mode, query_lens=[new, new], seq_lens=[5, 6], page_table=table, page_size=size
     )
-    cross = CacheView.build(page_table=table, page_size=size, seq_lens=[9, 0], new_lens=[0, 0])
+    lens = [9 if columns else 0, 0]
+    cross = CacheView.build(
+        page_table=table[:, :columns].contiguous(), page_size=size, seq_lens=lens, new_lens=[0, 0]
+    )
     batch = replace(own, views={**own.views, "cross": cross})
     k, v = torch.randn(2, 5, size, 2, 64).bfloat16().to(device)
     q = torch.randn(2 * new, 4, 64).bfloat16().to(device)
@@ -105,4 +111,5 @@ def check_cross(name, mode, *, sinks, arch, device):
         q, None, None, layer, LayerCache(k=k, v=v), batch, backend.init_forward_metadata(batch),
         return_lse=True,
     )  # fmt: skip
-    check(out, lse, torch.arange(2 * new, device=device) >= new, layer)
+    blind = torch.arange(2 * new, device=device) >= (new if columns else 0)
+    check(out, lse, blind, layer)

@@ -9,9 +9,9 @@ F8 = torch.float8_e4m3fn
 
 
 def right(q, w, keys, scales):
-    """Return scores float64 [keys] of one query [HEADS, DIM]."""
-    products = (q.double() @ keys.double().T).clamp(min=0)
-    return (w.double()[:, None] * products).sum(0) * scales.double()
+    """Return scores float64 [keys] of one query [HEADS, DIM]; relu of a NaN is 0."""
+    products = q.double() @ (keys.double() * scales.double()[:, None]).T
+    return (w.double()[:, None] * products.nan_to_num(nan=0.0).clamp(min=0)).sum(0)
 
 
 @pytest.mark.parametrize("at_once", [16, 64])
@@ -27,6 +27,9 @@ def test_each_query_scores_the_keys_that_it_sees(page, at_once):
         table[row, :count], begin = order[begin : begin + count], begin + count
     stored = torch.randn(sum(pages) + 1, page, DIM).to(F8)
     scales = torch.rand(sum(pages) + 1, page) + 0.5
+    for slot, scale in ((5, torch.inf), (99, torch.nan)):  # keys with an infinity, with a NaN
+        stored[slot // page, slot % page] = torch.nan
+        scales[slot // page, slot % page] = scale
     tokens = sum(queries)
     ends = torch.tensor([0, *queries]).cumsum(0).int()
     requests = torch.repeat_interleave(torch.tensor(queries)).int()

@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from attn_core.backends.torch_native import sparse
 from attn_core.backends.triton.sparse import gather, launch, scoring, selecting
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.backends.triton.sparse.passes import SparsePass, stored
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.ops.index import read_index, write_index
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
@@ -177,6 +179,31 @@ def test_prompts_of_all_lengths_run_the_kernels_of_a_warm_up(monkeypatch):
     by_queries = [frozenset(compiled([2128], n)) for n in range(1, 300)]
     assert len({*by_queries}) == 4
     assert by_queries[63:] == by_queries[16:17] * 236
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_fp8_keys_with_infinities_and_nans_score_as_in_torch(queries):
+    """All their products are NaN, and relu of these is 0: they are not the best."""
+    rng, topk, length = torch.Generator().manual_seed(3), 8, 60
+    keys, slots = torch.randn(length, 32, generator=rng), torch.arange(PAGE, PAGE + length)
+    keys[3, 5], keys[7, 0], keys[59, 31] = torch.inf, torch.nan, -torch.inf
+    cache = LayerCache(
+        k=torch.zeros(5, PAGE, 1, 48), v=None, index=torch.zeros(5, PAGE * 36, dtype=torch.uint8)
+    )
+    write_index(cache, keys, slots)
+    q = torch.randn(queries, 3, 32, generator=rng)
+    w = torch.rand(queries, 3, generator=rng)
+    view = CacheView(
+        page_table=torch.arange(1, 5).int()[None], seq_lens=torch.tensor([length]).int(),
+        out_cache_loc=None, max_seq_len=length,
+    )  # fmt: skip
+    ends, requests = torch.tensor([0, queries]).int(), torch.zeros(queries).int()
+    inputs = SparsePass(view, ends, requests, queries=queries)
+    chosen = launch.index_topk(q, w, cache, inputs, topk)
+    scores = sparse.index_scores(q, w, read_index(cache, slots, torch.float32))
+    best = sparse.best(scores, torch.arange(length - queries, length), topk)
+    assert torch.equal(chosen, (best + PAGE).int())
+    assert scores[:, [3, 7, 59]].eq(0).all()
 
 
 @pytest.mark.parametrize("queries", [[1, 1], [70, 9]])

@@ -64,8 +64,9 @@ def attend(
         # a row of nothing but -inf would be NaN
         weights = (scores - with_sink.masked_fill(with_sink == -torch.inf, 0.0)[..., None]).exp()
         if weights_dtype is not None and n:
-            peak = (scores.amax(-1) - with_sink).exp()[..., None]  # the largest weight of a row
-            weights = (weights / peak * 256).to(weights_dtype).float() / 256 * peak
+            peak = scores.amax(-1, keepdim=True).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+            rounded = ((scores - peak).exp() * 256).to(weights_dtype).float() / 256
+            weights = rounded * (peak - with_sink[..., None]).exp().nan_to_num()  # no key, no sink
         weights = torch.nn.functional.pad(weights, (0, v.shape[0] - n))
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
         lse[rows] = (with_sink if sinks_in_lse else total).T

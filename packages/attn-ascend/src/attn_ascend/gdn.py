@@ -178,6 +178,8 @@ class AscendGDN(LinearAttentionBackend):
         """Update each state once; padded rows neither decay theirs nor add to it."""
         rows, pool = metadata, state.state
         self._refuse(q, k, v, layer, rows, pool)
+        if not len(q):  # the operator takes no empty tensors
+            return copy_to_out(v, out)
         log_decay, beta = gated(layer, g, beta)
         padding = ~rows.valid[:, None]
         in_place = pool.is_contiguous() and rows.fresh is None and not rows.moved

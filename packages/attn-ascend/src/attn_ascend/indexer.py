@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from attn_core import CacheView, LayerCache, read_index, slot_table, split_pages
+from attn_core import CacheView, LayerCache, kernel_pages, read_index, slot_table, split_pages
 from torch import Tensor
 
 from attn_ascend.calls import PAGE
@@ -69,7 +69,7 @@ class LightningIndexer:
         table = split_pages(view.page_table, cache.page_size, PAGE).contiguous()
         positions, _ = self._select(
             query=q_index.contiguous(),
-            key=cache.index.view(-1, PAGE, 1, DIM),
+            key=kernel_pages(cache.index, PAGE)[:, :, None],
             weights=weights.to(q_index.dtype).contiguous(),
             actual_seq_lengths_query=cu_seqlens_q[1:].contiguous(),  # sums, for layout TND
             actual_seq_lengths_key=view.seq_lens,  # of each request, for pages

@@ -134,9 +134,10 @@ class AscendPaged(AttentionBackend):
 
     def _paged(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the operator's, [P, 128, Hkv · D]; made once per layer."""
+        assert cache.v is not None
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
-            assert cache.v is not None
+        lies = [cache.k.data_ptr(), cache.v.data_ptr()]
+        if views is None or views[0] is not cache or [x.data_ptr() for x in views[1:]] != lies:
             if cache.k.numel() > LARGEST:
                 raise UnsupportedError(
                     f"layer {layer.layer_id}: a pool of {cache.k.numel()} numbers "

@@ -18,6 +18,7 @@ from attn_core import (
     copy_to_out,
     empty_attention,
     every_slot,
+    kernel_pages,
     num_pages_for,
     refuse_call,
     refuse_layer,
@@ -128,7 +129,7 @@ def _gathered(
     if pages.numel() * cache.page_size <= tokens * topk:
         yield slice(0, tokens), *_pages(cache, pages, v_dim), _in_pages(cache, pages, slots)
         return
-    flat, step = cache.k.view(-1, cache.k.shape[-1]), max(1, MOST_GATHERED // topk)
+    flat, step = kernel_pages(cache.k, 1).flatten(1), max(1, MOST_GATHERED // topk)
     for first in range(0, tokens, step):
         part = slice(first, min(first + step, tokens))
         part_slots = slots[part]

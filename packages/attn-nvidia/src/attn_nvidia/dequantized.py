@@ -59,15 +59,21 @@ class Dequantized(AttentionBackend):
         return Copies(batch, plan, {name: pages for name, (_, pages) in numbered.items()})
 
     def _numbered(self, view: CacheView) -> tuple[CacheView, Tensor]:
-        """Return a view of the copies, and which pages these are of; one at least a request."""
+        """Return a view of the copies, and which pages these are of; one at least a request.
+
+        A table without columns has requests without keys alone: they are given page 0.
+        """
+        pages = view.page_table
+        if not pages.shape[1]:
+            pages = pages.new_zeros(pages.shape[0], 1)
         counts = np.maximum(-(-key_lengths(view) // self.config.page_size), 1)
         valid = np.arange(counts.max(initial=1)) < counts[:, None]
         numbers = (valid.cumsum() - 1).reshape(valid.shape) * valid
         host = np.concatenate([numbers, valid.nonzero()], None, dtype=np.int32)
-        packed = torch.from_numpy(host).to(view.page_table.device)
+        packed = torch.from_numpy(host).to(pages.device)
         sizes = [valid.size, *[int(counts.sum())] * 2]
         table, rows, columns = packed.split_with_sizes(sizes)
-        return replace(view, page_table=table.view(valid.shape)), view.page_table[rows, columns]
+        return replace(view, page_table=table.view(valid.shape)), pages[rows, columns]
 
     def forward(
         self,

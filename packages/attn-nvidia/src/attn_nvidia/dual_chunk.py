@@ -35,13 +35,15 @@ class ChunkPlanner(Planner):
         chunks, view = kind.layer.dual_chunk, batch.views[kind.layer.view]
         if chunks is None:
             return super().plan(kind, batch, captured)
-        size = self.config.page_size
+        size, longest = self.config.page_size, view.max_seq_len
+        if captured is not None:  # as many calls as the capture, whose longest request is a bound
+            longest = len(captured) * chunks.chunk_len
         cut = cut_at_chunks(
             batch.cu_seqlens_q,
             batch.max_q_len,
             view.seq_lens,
             view.page_table,
-            max_seq_len=view.max_seq_len,
+            max_seq_len=longest,
             chunk_len=chunks.chunk_len,
             page_size=size,
         )

@@ -21,6 +21,7 @@ from attn_core import (
     empty_attention,
     every_slot,
     gather_pages,
+    kernel_pages,
     load_plugins,
     refuse_layer,
 )
@@ -188,7 +189,7 @@ class NSA(AttentionBackend):
         q, topk_indices = padded(q, topk_indices)
         result, _, lse = self._flashmla.flash_mla_sparse_fwd(
             align16(q),
-            latents.view(-1, 1, layer.head_dim),
+            kernel_pages(latents, 1).squeeze(1),
             topk_indices[:, None],
             layer.scale,
             layer.v_head_dim,
@@ -221,9 +222,11 @@ class NSA(AttentionBackend):
         key = (q.shape[1], topk_indices.shape[1])
         if key not in schedules:
             schedules[key], _ = self._flashmla.get_mla_metadata()  # the first call fills it
+        latents = cache.k.view(torch.float8_e4m3fn)  # those of a page have to be dense
+        pages = kernel_pages(latents, _PAGE, dense=latents.stride(1) != latents.shape[-1])
         result, lse = self._flashmla.flash_mla_with_kvcache(
             align16(q)[:, None],
-            cache.k.view(torch.float8_e4m3fn).view(-1, _PAGE, 1, cache.k.shape[-1]),
+            pages,
             None,
             None,
             layer.v_head_dim,

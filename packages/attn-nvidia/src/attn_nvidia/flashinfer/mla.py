@@ -44,6 +44,7 @@ from attn_nvidia.flashinfer.mla_plan import (
     plan_ragged,
     refuse_too_many,
 )
+from attn_nvidia.flashinfer.ragged import on_host, refuse_fewer_keys
 
 LATENT, ROPE = 512, 64
 
@@ -175,7 +176,7 @@ class FlashInferMLA(AttentionBackend):
         """Attend without a cache, heads of 192/128; planned once for all layers of a pass.
 
         cu_seqlens are read on the host then, and must not be written to before the next pass is
-        planned.
+        planned. Raises UnsupportedError for a causal request with fewer keys than queries.
         """
         refuse_call(self.config, return_lse=return_lse)
         if not q.shape[0] or not k.shape[0]:  # nothing to plan
@@ -183,11 +184,13 @@ class FlashInferMLA(AttentionBackend):
         shape = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
         def plan() -> Plan:
+            indptr = on_host(cu_seqlens_q, cu_seqlens_k)
+            if causal:
+                refuse_fewer_keys(layer, *indptr)
             with building("flashinfer's ragged prefill kernels"):
                 return self._ragged_wrappers.plan(
                     self._scratch(),
-                    cu_seqlens_q,
-                    cu_seqlens_k,
+                    *indptr,
                     *shape,
                     causal=causal,
                     sm_scale=layer.scale,

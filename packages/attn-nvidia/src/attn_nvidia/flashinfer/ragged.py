@@ -78,7 +78,7 @@ class Ragged:
         """
         self._read(cu_seqlens_q, cu_seqlens_k)
         qo_indptr, kv_indptr = self._lengths
-        queries, keys = (x.diff().numpy() for x in (qo_indptr, kv_indptr))
+        queries, keys = (x.diff().numpy() for x in self._lengths)
         plain = (group.head_dim, group.v_head_dim) in FA3_DIMS and group.window is None
         kernel = "fa2"
         if self._config.arch == "sm90" and plain:
@@ -94,11 +94,8 @@ class Ragged:
         planned = self._wrappers.get(key)
         if planned is not None and key in self._of_last:
             return planned.wrapper.run, planned.empty
-        if group.causal and (keys < queries).any():
-            raise UnsupportedError(
-                f"layer {layer.layer_id}: causal attention with fewer keys than queries, the first "
-                "queries see nothing; flashinfer gives them a mean of all values: cut them off"
-            )
+        if group.causal:
+            refuse_fewer_keys(layer, qo_indptr, kv_indptr)
         if planned is None:
             wrap = self._library.BatchPrefillWithRaggedKVCacheWrapper
             planned = self._wrappers[key] = PlannedWrapper(wrap(scratch, "NHD", backend=kernel))
@@ -127,7 +124,22 @@ class Ragged:
     def _read(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
         """Copy both to the host, unless they are those of the last call."""
         if not self._recent.same(cu_seqlens_q, cu_seqlens_k):
-            host_starts = torch.cat((cu_seqlens_q, cu_seqlens_k)).cpu()
-            size = cu_seqlens_q.shape[0]
-            self._lengths = host_starts[:size], host_starts[size:]
-            self._of_last = set()
+            self._lengths, self._of_last = on_host(cu_seqlens_q, cu_seqlens_k), set()
+
+
+def on_host(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both on the host, in one copy."""
+    q, k = torch.cat((cu_seqlens_q, cu_seqlens_k)).cpu().chunk(2)
+    return q, k
+
+
+def refuse_fewer_keys(layer: AttentionLayer, qo_indptr: Tensor, kv_indptr: Tensor) -> None:
+    """Raise UnsupportedError for a causal request with fewer keys than queries.
+
+    qo_indptr, kv_indptr: int32 [B + 1], on the host.
+    """
+    if bool((kv_indptr.diff() < qo_indptr.diff()).any()):
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: causal attention with fewer keys than queries, the first "
+            "queries see nothing; flashinfer gives them a mean of all values: cut them off"
+        )

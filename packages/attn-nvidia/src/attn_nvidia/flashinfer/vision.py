@@ -65,10 +65,11 @@ class Cudnn(VisionBackend):
         scale = q.shape[2] ** -0.5
         if not math.isclose(layer.scale, scale, rel_tol=1e-6):
             q = (q * (layer.scale / scale)).to(q.dtype)
-        q, k, v = contiguous16(q), contiguous16(k), contiguous16(v)
+        q, k, v = dense(q), dense(k), dense(v)
         result = contiguous_out(q, layer.v_head_dim, out)
         if q.shape[0]:
-            places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, result))
+            filled = dense(result)
+            places = self._places(cu_seqlens_q, cu_seqlens_k, (q, k, v, filled))
             with building(f"{self.config.name}, cuDNN attention"):
                 self._attend(
                     q,
@@ -80,7 +81,7 @@ class Cudnn(VisionBackend):
                     max_sequence_kv=-(-max_k // _ROUND) * _ROUND,
                     causal=causal,
                     return_lse=False,
-                    out=result,
+                    out=filled,
                     **places,
                 )
         return copy_to_out(result, out)
@@ -111,3 +112,11 @@ class Cudnn(VisionBackend):
                 "batch_offsets_o": q * strides[3],
             }
         return self._layout
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return x [T, H, D] at the strides of its shape, a copy where it is not contiguous.
+
+    torch calls a tensor contiguous at any stride of a dimension of size 1.
+    """
+    return contiguous16(x).view(-1).view(x.shape)

@@ -49,7 +49,12 @@ class Prepared:
     @property
     def moved(self) -> bool:
         """Whether the cache's pages lie elsewhere now."""
-        return self.pages[0].data_ptr() != self.cache.k.data_ptr()
+        of, views = self.cache, (*self.pages, *(self.blocks or ()))
+        stores = (of.k, of.v, *(of.block_scales or ()))
+        return any(
+            store is not None and view.data_ptr() != store.data_ptr()
+            for view, store in zip(views, stores, strict=True)
+        )
 
     @property
     def sinks(self) -> Tensor | None:

@@ -192,10 +192,16 @@ def _lengths(
     """Return the KV lengths int32 [B], and which queries see no key, bool [T], None for none.
 
     The kernel leaves the rows of requests without keys unwritten: those whose prefix has no more
-    chunks. Causal attention has none, since the new tokens are among its keys.
+    chunks. In causal order a request with fewer keys than queries has such rows too. Equal lengths
+    have none: the new tokens are the keys.
     """
     lengths = cu_seqlens_k.diff()
-    if causal:
+    if causal and cu_seqlens_q is cu_seqlens_k:
         return lengths, None
-    rows_without_keys = (lengths == 0).index_select(0, request_of_token(cu_seqlens_q, q.shape[0]))
-    return lengths, rows_without_keys
+    tokens = q.shape[0]
+    requests = request_of_token(cu_seqlens_q, tokens)
+    keys = lengths.index_select(0, requests)
+    if causal:  # a query does not see the keys of those that follow it
+        ends = cu_seqlens_q[1:].index_select(0, requests)
+        keys = keys - ends + torch.arange(1, tokens + 1, dtype=torch.int32, device=q.device)
+    return lengths, keys <= 0

@@ -179,7 +179,7 @@ class AiterPaged(AttentionBackend):
             return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
         if plan.pages is not None and not return_lse:
             return self._decoded(plan, plan.pages, q, layer, cache, out)
-        if plan.tree is not None:
+        if plan.tree is not None and layer.group.causal:  # others see every draft
             return self._verified(plan.tree, q, layer, cache, batch, out)
         keys, values = self._paged(layer, cache, 1)
         result: Any = self._prefill(
@@ -201,9 +201,10 @@ class AiterPaged(AttentionBackend):
 
     def _paged(self, layer: AttentionLayer, cache: LayerCache, page: int) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the kernel's, tokens where page is 1; made once per layer."""
+        assert cache.v is not None
         views = self._caches.get((layer.layer_id, page))
-        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
-            assert cache.v is not None
+        lies = [cache.k.data_ptr(), cache.v.data_ptr()]
+        if views is None or views[0] is not cache or [x.data_ptr() for x in views[1:]] != lies:
             k, v = (kernel_pages(x, page) for x in (cache.k, cache.v))
             views = (cache, k, v) if page > 1 else (cache, k.squeeze(1), v.squeeze(1))
             self._caches[layer.layer_id, page] = views

@@ -136,9 +136,10 @@ class AiterUnified(AttentionBackend):
 
     def _paged(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as the kernel's; made once per layer."""
+        assert cache.v is not None
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
-            assert cache.v is not None
+        lies = [cache.k.data_ptr(), cache.v.data_ptr()]
+        if views is None or views[0] is not cache or [x.data_ptr() for x in views[1:]] != lies:
             views = cache, kernel_pages(cache.k, self._page), kernel_pages(cache.v, self._page)
             self._caches[layer.layer_id] = views
         return views[1:]

@@ -178,9 +178,10 @@ class Wave(AttentionBackend):
 
     def _tokens(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Tensor, Tensor]:
         """View a layer's pages as single tokens; made once per layer."""
+        assert cache.v is not None
         views = self._caches.get(layer.layer_id)
-        if views is None or views[0] is not cache or views[1].data_ptr() != cache.k.data_ptr():
-            assert cache.v is not None
+        lies = [cache.k.data_ptr(), cache.v.data_ptr()]
+        if views is None or views[0] is not cache or [x.data_ptr() for x in views[1:]] != lies:
             k, v = (kernel_pages(x, 1, dense=True).squeeze(1) for x in (cache.k, cache.v))
             views = cache, k, v
             self._caches[layer.layer_id] = views

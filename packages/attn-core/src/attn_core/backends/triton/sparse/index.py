@@ -22,6 +22,8 @@ def load_index_keys(keys, scales, table, position, valid, strides, C: tl.constex
     key = tl.load(keys + offsets[:, None] + d[None, :], mask=mask, other=0.0)
     if C.FP8:
         scale = tl.load(scales + page * strides.scales_page + offset, mask=valid, other=0.0)
+        # of a key with a NaN or an infinity: all its products are NaN, and relu of these is 0
+        scale = tl.where(scale < float("inf"), scale, 0.0)
     else:
         scale = tl.full((C.BN,), 1.0, tl.float32)
     return key, scale

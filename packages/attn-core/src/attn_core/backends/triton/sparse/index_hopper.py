@@ -118,6 +118,7 @@ def score_rows(
             tile = gl.load(keys.ptr + offsets[:, None] + d[None, :])
             page = gl.load(table + position // PAGE, mask=position < length, other=0).to(gl.int64)
             scale = gl.load(keys.scales + page * keys.scales_stride + position % PAGE)
+            scale = gl.where(scale < float("inf"), scale, 0.0)  # as in load_index_keys
             barrier()  # the last request's keys have been read
             k_tile.store(tile)
             barrier()
