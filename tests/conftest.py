@@ -1,4 +1,4 @@
-"""Make tests/support importable, run Triton in its interpreter where no GPU is, spare the gc."""
+"""Make tests/support importable, run Triton in its interpreter where no GPU is, spare work."""
 
 import gc
 import os
@@ -17,6 +17,10 @@ if not torch.cuda.is_available() and find_spec("triton"):
     import interpreter
 
     interpreter.install()
+
+import plugins_once
+
+plugins_once.install()
 
 
 @pytest.hookimpl(wrapper=True)

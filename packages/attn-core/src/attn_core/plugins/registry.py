@@ -211,8 +211,7 @@ def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
 
 def _origin(point: EntryPoint) -> Origin:
     dist, module = point.dist, printable(point.value, ERROR_LENGTH)
-    name = None if dist is None else dist.name  # each of its attributes parses METADATA anew
-    if name is None:  # METADATA is lost
+    if dist is None or (name := dist.name) is None:  # of one whose METADATA is lost
         return Origin("unknown", "?", module)
     version = printable(str(dist.version or "?"))
     return Origin(printable(canonicalize_name(name)), version, module)
