@@ -19,8 +19,24 @@ if not torch.cuda.is_available() and find_spec("triton"):
     interpreter.install()
 
 import plugins_once
+from representative import representative
 
 plugins_once.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `long` what a whole suite asks beyond a representative part of its checks."""
+    suites: dict[type, list[pytest.Item]] = {}
+    for item in items:
+        whole = getattr(item, "originalname", "") == "test_declared" and not item.cls.reduced
+        if whole and not any(mark.name in ("long", "skip") for mark in item.iter_markers()):
+            suites.setdefault(item.cls, []).append(item)
+    for checks in suites.values():
+        chosen = representative([item.callspec.params["ask"].args[0] for item in checks])
+        for i, item in enumerate(checks):
+            if i not in chosen:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True)

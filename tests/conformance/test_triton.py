@@ -8,9 +8,9 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.plan import plan
-from attn_core.testing.pools import ORDERS
 from attn_core.testing.runner import run_check
-from pairwise import covering, pairs
+from pairwise import covering
+from representative import factors
 
 pytest.importorskip("triton")
 
@@ -23,31 +23,26 @@ def fixed(planned):
     return replace(planned, check=replace(planned.check, needs=needs))
 
 
-def factors(check):
-    """Return what a check asks of the kernels, one value of each factor."""
-    needs, spec = check.needs, check.needs.speculation
-    layer = needs.vision or needs.layers[0]
-    phases = "-".join(phase.value for phase in check.phases)
-    return {
-        "kind": layer.kind,
-        "mode": phases if spec is None else "chain" if spec.topk == 1 else "tree",
-        "dtype": needs.dtype,
-        "store": needs.kv_cache_dtype,
-        "page": needs.page_size,
-        "layout": check.layout,
-        "order": next((order for order in ORDERS if order in check.id.split("-")), None),
-        "dims": (layer.head_dim, layer.v_head_dim),
-        "heads": (layer.num_q_heads, layer.num_kv_heads),
-        "window": layer.sliding_window is not None,
-        "cap": layer.logit_cap is not None,
-        "sinks": layer.sinks,
-        "cross": layer.cross,
-        "encoder": layer.encoder,
+def shown(planned):
+    """Return what a check shows: its feature, each of its factors, and how it reads which store.
+
+    Head dims count by the block of a kernel that they fill, or not.
+    """
+    check, asked = planned.check, factors(planned.check)
+    d, dv = asked["dims"]
+    block = 1 << max(4, (d or 1).bit_length() - (d == 1 << (d or 1).bit_length() - 1))
+    asked["dims"] = (block, d == block, d == dv)
+    few = check.feature.startswith(("dim-", "heads-"))
+    few = few and ("decode" in check.feature, asked["dims"], asked["heads"])
+    read = (asked["mode"], asked["store"], asked["dtype"])
+    return {(planned.kind, *item) for item in asked.items()} | {
+        (planned.kind, "feature", few or check.feature),
+        (planned.kind, "read", read),
     }
 
 
 def interpreted():
-    """Yield every check, both ways of cutting the keys; those left out by pairs marked `long`.
+    """Yield every check, both ways of cutting the keys; most are marked `long`.
 
     Not those in threads, which the interpreter does not bear: all launches share its state.
     """
@@ -55,12 +50,7 @@ def interpreted():
     planned = plan(SPEC, device, libraries, passes=12)
     rows = [p for p in planned if p.row is not None and p.check.feature != "threads"]
     requested = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
-    shown = [
-        {*pairs(factors(p.check) | {"fixed": p.check.needs.deterministic})}
-        | {(p.kind, p.check.feature)}
-        for p in requested
-    ]
-    chosen = set(covering(shown))
+    chosen = set(covering([*map(shown, requested)]))
     for i, planned in enumerate(requested):
         mode = "-fixed" if planned.check.needs.deterministic else ""
         short = i in chosen and not planned.check.feature.endswith("-many")  # a launch a request
