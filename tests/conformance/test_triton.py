@@ -1,4 +1,4 @@
-"""triton against the suite: on a GPU every check, in Triton's interpreter a covering selection."""
+"""triton against the suite: on a GPU every check, in the interpreter a covering selection."""
 
 from dataclasses import replace
 
@@ -24,20 +24,19 @@ def fixed(planned):
 
 
 def shown(planned):
-    """Return what a check shows: its feature, each of its factors, and how it reads which store.
+    """Return what a check shows of its kind: each word of its feature, each of its factors.
 
-    Head dims count by the block of a kernel that they fill, or not.
+    Words count apart for prompts, steps, chains and trees, which are other kernels. Head dims count
+    by the block of a kernel that they fill, or not.
     """
-    check, asked = planned.check, factors(planned.check)
+    feature, asked = planned.check.feature, factors(planned.check)
     d, dv = asked["dims"]
-    block = 1 << max(4, (d or 1).bit_length() - (d == 1 << (d or 1).bit_length() - 1))
+    block = next(1 << n for n in range(4, 11) if (d or 1) <= 1 << n)
     asked["dims"] = (block, d == block, d == dv)
-    few = check.feature.startswith(("dim-", "heads-"))
-    few = few and ("decode" in check.feature, asked["dims"], asked["heads"])
-    read = (asked["mode"], asked["store"], asked["dtype"])
+    words = [word for word in feature.split("-") if not word.isdigit()]
+    shape = feature.startswith(("dim-", "heads-"))
     return {(planned.kind, *item) for item in asked.items()} | {
-        (planned.kind, "feature", few or check.feature),
-        (planned.kind, "read", read),
+        (planned.kind, asked["mode"] if not shape else "", word) for word in words
     }
 
 

@@ -8,6 +8,7 @@ import pytest
 from attn_core.runtime import workspace
 
 VENDOR = pathlib.Path(__file__).parent / "vendor"
+EMULATED = {p.stem for p in VENDOR.iterdir()}
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +20,9 @@ def _own_scratch(monkeypatch):
 @pytest.fixture(autouse=True)
 def vendor(monkeypatch):
     """Put vendor/ first on sys.path; afterwards its modules are gone and real ones are back."""
-    monkeypatch.syspath_prepend(str(VENDOR))
-    importlib.invalidate_caches()
+    with monkeypatch.context() as patch:  # no file is new, and no folder has to be read anew
+        patch.setattr(importlib, "invalidate_caches", lambda: None)
+        monkeypatch.syspath_prepend(str(VENDOR))
     real = _taken_out()
     yield VENDOR
     _taken_out()
@@ -28,6 +30,7 @@ def vendor(monkeypatch):
 
 
 def _taken_out():
-    emulated = {p.stem for p in VENDOR.iterdir()}
-    names = [m for m in sys.modules if m.partition(".")[0] in emulated]
+    if not EMULATED & sys.modules.keys():
+        return {}
+    names = [m for m in sys.modules if m.partition(".")[0] in EMULATED]
     return {name: sys.modules.pop(name) for name in names}
