@@ -1,4 +1,4 @@
-"""With --anew, tests write what they compare with: killers.txt and skips.txt."""
+"""With --anew, tests write what they compare with; intel_amx's tests share a compiled library."""
 
 import pytest
 
@@ -11,3 +11,12 @@ def pytest_addoption(parser):
 def anew(request):
     """Whether what a test finds is to be written down."""
     return request.config.getoption("--anew", default=False)
+
+
+@pytest.fixture(scope="session")
+def over_emulated_tiles(tmp_path_factory):
+    """Compile intel_amx for AMX, in plain C: for 10 s, once a process."""
+    from amx_kernels import emulated_tiles
+
+    with pytest.MonkeyPatch.context() as patch:
+        return emulated_tiles(patch, tmp_path_factory.mktemp("tiles"))
