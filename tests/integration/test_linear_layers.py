@@ -513,7 +513,7 @@ def test_a_forward_that_another_tool_has_set_comes_back() -> None:
         assert module.forward is own
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", [TWO[0], pytest.param(TWO[1], marks=pytest.mark.long)])
 def test_a_compiled_decoder_has_each_linear_layer_as_one_operator(name: str) -> None:
     graphs: list[int] = []
 
