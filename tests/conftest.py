@@ -19,21 +19,31 @@ if not torch.cuda.is_available() and find_spec("triton"):
     interpreter.install()
 
 import plugins_once
-from representative import representative
+from representative import few, representative
 
 plugins_once.install()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `long` what a whole suite asks beyond a representative part of its checks."""
+    """Mark `long` what the suites ask beyond a representative part of their checks.
+
+    A module's first suite of a backend keeps each feature; others of it, for another chip or build,
+    keep few.
+    """
     suites: dict[type, list[pytest.Item]] = {}
     for item in items:
-        whole = getattr(item, "originalname", "") == "test_declared" and not item.cls.reduced
-        if whole and not any(mark.name in ("long", "skip") for mark in item.iter_markers()):
+        is_check = getattr(item, "originalname", "") == "test_declared"
+        if is_check and not any(mark.name in ("long", "skip") for mark in item.iter_markers()):
             suites.setdefault(item.cls, []).append(item)
-    for checks in suites.values():
-        chosen = representative([item.callspec.params["ask"].args[0] for item in checks])
+    seen = set()
+    for suite, checks in suites.items():
+        name = (checks[0].path, suite.name, suite.family)
+        planned = [item.callspec.params["ask"].args[0] for item in checks]
+        chosen = {*range(len(checks))} if suite.reduced else representative(planned)
+        if name in seen:
+            chosen = few(planned)
+        seen.add(name)
         for i, item in enumerate(checks):
             if i not in chosen:
                 item.add_marker(pytest.mark.long)

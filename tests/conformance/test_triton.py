@@ -9,8 +9,7 @@ from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
-from pairwise import covering
-from representative import factors
+from representative import few
 
 pytest.importorskip("triton")
 
@@ -23,23 +22,6 @@ def fixed(planned):
     return replace(planned, check=replace(planned.check, needs=needs))
 
 
-def shown(planned):
-    """Return what a check shows of its kind: each word of its feature, each of its factors.
-
-    Words count apart for prompts, steps, chains and trees, which are other kernels. Head dims count
-    by the block of a kernel that they fill, or not.
-    """
-    feature, asked = planned.check.feature, factors(planned.check)
-    d, dv = asked["dims"]
-    block = next(1 << n for n in range(4, 11) if (d or 1) <= 1 << n)
-    asked["dims"] = (block, d == block, d == dv)
-    words = [word for word in feature.split("-") if not word.isdigit()]
-    shape = feature.startswith(("dim-", "heads-"))
-    return {(planned.kind, *item) for item in asked.items()} | {
-        (planned.kind, asked["mode"] if not shape else "", word) for word in words
-    }
-
-
 def interpreted():
     """Yield every check, both ways of cutting the keys; most are marked `long`.
 
@@ -49,7 +31,7 @@ def interpreted():
     planned = plan(SPEC, device, libraries, passes=12)
     rows = [p for p in planned if p.row is not None and p.check.feature != "threads"]
     requested = rows + [fixed(p) for p in rows if not p.check.needs.deterministic]
-    chosen = set(covering([*map(shown, requested)]))
+    chosen = few(requested)
     for i, planned in enumerate(requested):
         mode = "-fixed" if planned.check.needs.deterministic else ""
         short = i in chosen and not planned.check.feature.endswith("-many")  # a launch a request

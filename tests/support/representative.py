@@ -34,6 +34,30 @@ def factors(check: Check) -> Mapping[str, Hashable]:
     }
 
 
+def words(planned: PlannedCheck) -> set[Hashable]:
+    """Return what a check shows of its kind: each word of its feature, each of its factors.
+
+    Words count apart for prompts, steps, chains and trees, which are other kernels. Head dims and
+    groups of heads count by the block of a kernel that they fill, or not.
+    """
+    feature, asked = planned.check.feature, {**factors(planned.check)}
+    layer = planned.check.needs.vision or planned.check.needs.layers[0]
+    d = layer.head_dim or 1
+    block = next(1 << n for n in range(4, 16) if d <= 1 << n)
+    asked["dims"] = (block, d == block, layer.head_dim == layer.v_head_dim)
+    group = (layer.num_q_heads or 1) // (layer.num_kv_heads or 1)
+    asked["heads"] = (group > 1, group & (group - 1) == 0, layer.num_kv_heads == 1)
+    mode = "" if feature.startswith(("dim-", "heads-")) else asked["mode"]
+    return {(planned.kind, *item) for item in asked.items()} | {
+        (planned.kind, mode, word) for word in feature.split("-") if not word.isdigit()
+    }
+
+
 def representative(checks: Sequence[PlannedCheck]) -> set[int]:
     """Return indices of checks with each feature of each kind, and each pair of two factors."""
     return {*covering([{*pairs(factors(p.check))} | {(p.kind, p.check.feature)} for p in checks])}
+
+
+def few(checks: Sequence[PlannedCheck]) -> set[int]:
+    """Return indices of fewer checks: with each word of a feature, and each of the factors."""
+    return {*covering([words(p) for p in checks])}
