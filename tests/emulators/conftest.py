@@ -4,17 +4,31 @@ import importlib
 import pathlib
 import sys
 
+import numpy as np
 import pytest
+import torch
 from attn_core.runtime import workspace
 
 VENDOR = pathlib.Path(__file__).parent / "vendor"
 EMULATED = {p.stem for p in VENDOR.iterdir()}
 
 
+class UntouchedZeros:
+    """torch, whose zeros are of memory that costs nothing until it is touched."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def zeros(self, nbytes, *, dtype, device):
+        assert (dtype, device) == (torch.uint8, torch.device("cpu"))
+        return torch.from_numpy(np.zeros(nbytes, np.uint8))
+
+
 @pytest.fixture(autouse=True)
 def _own_scratch(monkeypatch):
     """Give each test scratch of its own: a larger one of another test would hide one too small."""
     monkeypatch.setattr(workspace, "_HELD", {})
+    monkeypatch.setattr(workspace, "torch", UntouchedZeros())
 
 
 @pytest.fixture(autouse=True)
