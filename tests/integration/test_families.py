@@ -356,7 +356,9 @@ def test_beam_search_equals_eager(name: str) -> None:
             assert engine.num_held == 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.long), *SPARSE_MLA]
+)
 def test_assisted_generation_equals_eager(name: str) -> None:
     """Rejected drafts crop the cache, behind the window too."""
     model, drafter = tiny(name), tiny("llama", num_hidden_layers=1)
