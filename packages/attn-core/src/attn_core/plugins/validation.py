@@ -77,7 +77,8 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_page_size", "preferred_page_size"), (lambda v: v > 0, "above 0")),
     **dict.fromkeys(("max_verify_topk", "max_session_topk"), (lambda v: v >= 0, "0 or more")),
 }
-HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, KnownBad, Pin)}
+RECORDS: tuple[type, ...] = (BackendSpec, Capabilities, KnownBad, Pin)
+HINTS = {record: get_type_hints(record) for record in RECORDS}
 PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
 
 
@@ -131,11 +132,12 @@ def _fields(
 
     valid: values of fields that were found valid, by name; updated. Most rows share most values.
     """
-    valid = dict(_valid_defaults(type(record))) if valid is None else valid
-    for name in HINTS[type(record)]:
+    kind: type = type(record)
+    valid = dict(_valid_defaults(kind)) if valid is None else valid
+    for name in HINTS[kind]:
         value = getattr(record, name)
         if value is not valid.get(name, MISSING):
-            if (error := _field(type(record), name, value)) is not None:
+            if (error := _field(kind, name, value)) is not None:
                 return error
             valid[name] = value
     return None
