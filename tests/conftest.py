@@ -1,4 +1,4 @@
-"""Make tests/support importable, run Triton in its interpreter where no GPU is, spare the gc."""
+"""Make tests/support importable, run Triton in its interpreter where no GPU is, spare work."""
 
 import gc
 import os
@@ -17,6 +17,36 @@ if not torch.cuda.is_available() and find_spec("triton"):
     import interpreter
 
     interpreter.install()
+
+import plugins_once
+from representative import few, representative
+
+plugins_once.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `long` what the suites ask beyond a representative part of their checks.
+
+    A module's first suite of a backend keeps each feature; others of it, for another chip or build,
+    keep few.
+    """
+    suites: dict[type, list[pytest.Item]] = {}
+    for item in items:
+        is_check = getattr(item, "originalname", "") == "test_declared"
+        if is_check and not any(mark.name in ("long", "skip") for mark in item.iter_markers()):
+            suites.setdefault(item.cls, []).append(item)
+    seen = set()
+    for suite, checks in suites.items():
+        name = (checks[0].path, suite.name, suite.family)
+        planned = [item.callspec.params["ask"].args[0] for item in checks]
+        chosen = {*range(len(checks))} if suite.reduced else representative(planned)
+        if name in seen:
+            chosen = few(planned)
+        seen.add(name)
+        for i, item in enumerate(checks):
+            if i not in chosen:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True)

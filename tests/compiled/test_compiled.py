@@ -81,9 +81,8 @@ def judged(arch, *names, hot):
     return [site | {"faults": list(faults(arch, site, hot=hot))} for site in build(arch, *names)]
 
 
-@pytest.mark.parametrize(
-    "arch", [a if a == "sm90" else pytest.param(a, marks=pytest.mark.long) for a in SHARED]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arch", SHARED)
 def test_hot_launches(arch):
     sites = judged(arch, "quick", hot=True)
     assert len(sites) == 5
@@ -182,7 +181,8 @@ def test_hot_launches_of_linear_attention(arch):
     assert kernels[3:] == names
 
 
-@pytest.mark.parametrize("arch", ["sm120", pytest.param("gfx942", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm120", "gfx942"])
 def test_too_much_is_seen(arch):
     [site] = build(arch, "greedy")
     result = " ".join(faults(arch, site, hot=True))
@@ -190,6 +190,7 @@ def test_too_much_is_seen(arch):
     assert "spills" in result
 
 
+@pytest.mark.long
 def test_what_a_product_still_reads_is_not_written():
     """Its factors are dead for the compiler where the product begins."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -200,6 +201,7 @@ def test_what_a_product_still_reads_is_not_written():
     assert {place: len(x) for place, x in result.items()} == {"scratch": 1, "buffer": 1, "kept": 0}
 
 
+@pytest.mark.long
 def test_what_no_row_declares_is_left_out():
     [site] = build("sm80", "decode-fp8")
     assert "kv_cache_dtype fp8_e4m3 (supports" in site["not_declared"]

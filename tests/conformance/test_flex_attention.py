@@ -138,6 +138,7 @@ class World:
         return torch.einsum("hqk,khd->qhd", weights, v).float()
 
 
+@pytest.mark.parametrize("steps", [28, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("page_size", "store"),
     [
@@ -147,15 +148,15 @@ class World:
     ],
     ids=lambda x: str(x),
 )
-def test_a_hundred_steps_are_right_and_compile_nothing(page_size, store):
+def test_steps_are_right_and_compile_nothing(page_size, store, steps):
     """Requests come, are prefilled in chunks and grow; batches of 1 to 7, pools that grow."""
     backend = create(page_size=page_size, store=store)
     assert len(backend.kernels) == 2  # a window is no other shape, a soft cap is
     assert [len(k.compiled) for k in backend.kernels] == [1, 1]
     rng = random.Random(1)
     world = World(page_size, store, 2500 // page_size)
-    for step in range(100):
-        if step % 40 == 0:
+    for step in range(steps):
+        if step % 40 in (0, 20):
             world = World(page_size, store, (2500 + 40 * step) // page_size, seed=step)
             world.check(backend, ForwardMode.EXTEND, [0, 1, 2], [1, 70, 33])
         alive = range(len(world.lens))

@@ -68,12 +68,6 @@ class TestLevels(TestIntelAMX):
             yield
 
 
-@pytest.fixture(scope="module")
-def over_emulated_tiles(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield emulated_tiles(monkeypatch, tmp_path_factory.mktemp("tiles"))
-
-
 @pytest.mark.long
 class TestTiles(TestIntelAMX):
     """The code for AMX, over tiles in plain C that fault where the hardware does."""

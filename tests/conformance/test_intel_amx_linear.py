@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
-from amx_kernels import at_level, compiled, emulated_tiles, level_of_this_cpu
+from amx_kernels import at_level, compiled, level_of_this_cpu
 from attn_core import BackendConfig
 from attn_core.plugins.registry import load_plugins
 from attn_intel.cpu import linear
@@ -18,12 +18,6 @@ from attn_intel.cpu.linear import ROWS, LinearOfFewRows
 from torch import nn
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def over_emulated_tiles(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        return emulated_tiles(patch, tmp_path_factory.mktemp("tiles"))
 
 
 @pytest.fixture(params=[*LEVELS, "emulated tiles"])

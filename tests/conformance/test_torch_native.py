@@ -26,6 +26,13 @@ BY_NAME = {case.feature: case for case in PAGED}
 
 class TestTorchNative(BackendSuite):
     name = "torch_native"
+    passes = 60
+
+
+@pytest.mark.long
+class TestLongSessions(BackendSuite):
+    name = "torch_native"
+    reduced = True
 
 
 class TestTorchNativeInTiles(BackendSuite):

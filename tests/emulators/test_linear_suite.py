@@ -15,7 +15,7 @@ LIBRARIES = {"flashinfer-python": "0.6.14", "nvidia-cutlass-dsl": "4.6.0", "trit
 class Emulated(LinearSuite):
     device, on = "cuda:sm90", "cpu"
     libraries = LIBRARIES
-    passes = 24
+    passes = 12
     reduced = True
 
 

@@ -638,7 +638,9 @@ def test_without_the_library_triton_scores(monkeypatch, scored):
     assert not any(scored)
 
 
-@pytest.mark.parametrize("case", ["dsa-prefill", "dsa-decode"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("dsa-prefill", marks=pytest.mark.long), "dsa-decode"]
+)
 def test_scores_of_bounded_memory(case, monkeypatch, scored):
     that = Pass(case, **V32)
     whole = select(that)
@@ -647,7 +649,9 @@ def test_scores_of_bounded_memory(case, monkeypatch, scored):
     assert sum(map(len, scored)) > (4 if case == "dsa-prefill" else 2)
 
 
-@pytest.mark.parametrize("case", ["dsa-decode", "dsa-verify-chain"])
+@pytest.mark.parametrize(
+    "case", ["dsa-decode", pytest.param("dsa-verify-chain", marks=pytest.mark.long)]
+)
 def test_layers_of_a_pass_share_what_its_scores_read(case, monkeypatch, scored):
     """Another pass has its own; in a graph each layer makes it, for the lengths of a replay."""
     import deep_gemm

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # 
 
 def test_every_supported_architecture_is_tested() -> None:
     assert set(FAMILIES) == SUPPORTED
+
+
+def few(names: Iterable[str], without: Sequence[str] = ()) -> list[Any]:
+    """Return parameters of which those are long that attend as another family does."""
+    alike = ("qwen2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
+    return [
+        pytest.param(name, marks=[pytest.mark.long] if name in alike else [])
+        for name in names
+        if name not in without
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -167,7 +177,8 @@ class Rounding:
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        *((name, "fp8_e4m3") for name in FAMILIES if name not in SPARSE_MLA),  # see test_sparse_mla
+        # see test_sparse_mla
+        *(pytest.param(*x.values, "fp8_e4m3", marks=x.marks) for x in few(FAMILIES, SPARSE_MLA)),
         *(("gemma2", "fp8_e5m2"), ("llama", "fp8_e5m2")),
     ],
 )
@@ -224,7 +235,7 @@ def modes_by_backend(engine: Engine) -> dict[str, set[bool]]:
     return seen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES))
 def test_prefill_and_decode_on_different_backends(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     expected = generate(model, inputs)
@@ -237,11 +248,9 @@ def test_prefill_and_decode_on_different_backends(name: str) -> None:
         assert seen == {prefill: {False}, decode: {True}}
 
 
-LONG = ("llama", "mistral", "qwen3", "gemma3_text", "qwen3_next", "qwen2_vl")
-
-
+@pytest.mark.long  # test_hybrid_backends.py has two pairs by default
 @pytest.mark.parametrize(
-    "name", ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+    "name", ["gemma2", "llama", "mistral", "qwen3", "gemma3_text", "qwen3_next", "qwen2_vl"]
 )
 def test_flex_attention_beside_torch_native(name: str) -> None:
     model, inputs, pair = tiny(name), inputs_of(name), ("flex_attention", "torch_native")
@@ -283,7 +292,7 @@ def watch_passes(engine: Engine, look: Any) -> None:
     engine.dispatcher.init_forward_metadata = planned
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(4, marks=pytest.mark.long), 16])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_pages_behind_the_window_go_back(name: str, page_size: int) -> None:
     model, inputs = tiny(name), inputs_of(name)
@@ -335,7 +344,7 @@ def test_a_small_view_serves_a_long_text() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA, *LINEAR])
+@pytest.mark.parametrize("name", few(("gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA, *LINEAR)))
 def test_beam_search_equals_eager(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 24}
@@ -347,7 +356,9 @@ def test_beam_search_equals_eager(name: str) -> None:
             assert engine.num_held == 0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.long), *SPARSE_MLA]
+)
 def test_assisted_generation_equals_eager(name: str) -> None:
     """Rejected drafts crop the cache, behind the window too."""
     model, drafter = tiny(name), tiny("llama", num_hidden_layers=1)

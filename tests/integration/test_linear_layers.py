@@ -25,6 +25,7 @@ from tiny_models import LINEAR, generate, inputs_of, tiny
 from transformers import DynamicCache
 
 TWO = ("qwen3_next", "kimi_linear")  # a decay per head, and one per channel
+FIRST = (TWO[0], pytest.param(TWO[1], marks=pytest.mark.long))  # `nox -s families` runs both
 
 
 def modes_of(engine: Engine) -> list[tuple[ForwardMode, int]]:
@@ -147,7 +148,7 @@ def drafters(name: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("drafter", ["prompt lookup", "softmax", "linear"])
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", FIRST)
 def test_assisted_generation_equals_eager(name: str, drafter: str) -> None:
     """Rejected drafts are taken back, which transformers' own cache of states refuses to do."""
     model, how = tiny(name), dict(drafters(name))[drafter]()
@@ -164,7 +165,7 @@ def test_assisted_generation_equals_eager(name: str, drafter: str) -> None:
         assert engine.num_states == drafting.num_states == 0
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", FIRST)
 def test_a_crop_takes_recorded_tokens_back(name: str) -> None:
     model, ids = tiny(name), long_prompt(90, rows=2)
     mask = torch.ones_like(ids)
@@ -240,7 +241,7 @@ def test_recording_without_crops_holds_a_bounded_number_of_slots() -> None:
     del ids
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", FIRST)
 def test_what_free_slots_hold_does_not_matter(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     one = {"input_ids": inputs["input_ids"][:1].repeat(1, 4)}
@@ -513,6 +514,7 @@ def test_a_forward_that_another_tool_has_set_comes_back() -> None:
         assert module.forward is own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWO)
 def test_a_compiled_decoder_has_each_linear_layer_as_one_operator(name: str) -> None:
     graphs: list[int] = []

@@ -1,10 +1,10 @@
 """Choose few cases that show whatever all the cases show."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import reduce
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
-from operator import or_
 
 
 def pairs(case: Mapping[str, Hashable]) -> Iterator[Hashable]:
@@ -24,14 +24,22 @@ def covering(shown: Sequence[AbstractSet[Hashable]], cost: Sequence[float] = ())
     missing = (1 << len(numbers)) - 1
     chosen: list[int] = []
 
-    def worth(i: int) -> float:
-        return (bits[i] & missing).bit_count() / (cost[i] if cost else 1)
+    def loss(i: int) -> float:
+        return -(bits[i] & missing).bit_count() / (cost[i] if cost else 1)
 
+    heap = [(loss(i), i) for i in range(len(bits))]
+    heapify(heap)
     while missing:
-        chosen.append(max(range(len(bits)), key=worth))
-        missing &= ~bits[chosen[-1]]
+        before, i = heap[0]
+        if (now := loss(i)) != before:  # less of it is new by now; of others it may be, too
+            heapreplace(heap, (now, i))
+            continue
+        heappop(heap)
+        chosen.append(i)
+        missing &= ~bits[i]
+    times = Counter(x for i in chosen for x in shown[i])
     for i in tuple(chosen):  # the first were chosen blindly
-        others = reduce(or_, (bits[j] for j in chosen if j != i), 0)
-        if not bits[i] & ~others:
+        if all(times[x] > 1 for x in shown[i]):
+            times.subtract(shown[i])
             chosen.remove(i)
     return sorted(chosen)

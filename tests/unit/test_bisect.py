@@ -39,7 +39,7 @@ def checked(r, name, path):
     [
         (M.EXTEND, [5, 30, 3, 8], [5, 77, 130, 8], {}),
         (M.DECODE, [1, 1, 1], [99, 160, 130], {"dtype": "bf16", "store": "fp8_e4m3"}),
-        (M.TARGET_VERIFY, [4, 4], [50, 117], {}),
+        pytest.param(M.TARGET_VERIFY, [4, 4], [50, 117], {}, marks=pytest.mark.long),
         (M.EXTEND, [3, 2], [110, 20], {"kind": "mla"}),
     ],
     ids=["extend", "decode over fp8", "tree", "mla"],

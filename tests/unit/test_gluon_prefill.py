@@ -214,7 +214,7 @@ def test_sums_shrink_where_maxima_grow(more):
     attend(prompts, **{"page": 1, **more})
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.long), 16])
 @pytest.mark.parametrize(
     "more",
     [

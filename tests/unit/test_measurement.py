@@ -73,7 +73,9 @@ def test_a_part_that_is_none_is_refused(text):
         part_of(text)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_run_that_is_ended_keeps_what_it_measured_and_says_where(tmp_path, how):
     """A scheduler ends a job with SIGTERM, a user with Ctrl-C, which background jobs ignore."""
     out = tmp_path / "p.json"

@@ -3,9 +3,13 @@
 from itertools import product
 
 import pytest
+from attn_core.plugins.registry import load_plugins
+from attn_core.spec.device import Device
+from attn_core.testing.plan import plan
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import covering, pairs
+from representative import factors, few, representative, words
 
 CASE = st.dictionaries(st.sampled_from("abcde"), st.integers(0, 3), max_size=5)
 
@@ -34,3 +38,12 @@ def test_a_dear_case_is_left_out_where_cheap_ones_show_the_same():
     shown = [{1, 2, 3}, {1, 2}, {2, 3}]
     assert covering(shown) == [0]
     assert covering(shown, (9, 1, 1)) == [1, 2]
+
+
+def test_a_representative_part_shows_each_feature_and_each_pair():
+    spec = load_plugins().get("torch_native")
+    every = [p for p in plan(spec, Device("cpu"), {}, kinds=("mha",)) if p.row is not None]
+    part = [every[i] for i in representative(every)]
+    for shown in (lambda p: {p.check.feature}, lambda p: {*pairs(factors(p.check))}, words):
+        assert set().union(*map(shown, part)) >= set().union(*map(shown, every)), shown
+    assert len(few(every)) < len(part) < len(every) / 2

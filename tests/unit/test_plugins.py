@@ -184,6 +184,15 @@ def test_a_badly_typed_row_breaks_its_backend_alone(field, value, message):
     assert (broken.name, message in broken.error) == ("bad", True), broken.error
 
 
+def test_a_value_that_an_earlier_row_lacks_is_checked():
+    """What rows share is checked once: a value, or a default that none of them changes."""
+    for wrong, message in (({"lse": 1}, "lse 1"), ({"page_sizes": {0}}, "page_sizes {0}")):
+        rows = [ROW, replace(ROW, note="b"), replace(ROW, **wrong), ROW]
+        several = replace(spec("bad"), capabilities=rows)
+        (broken,) = load_plugins([gen.point("bad", [several])]).broken
+        assert f"row 2: {message} (expected" in broken.error
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -16,6 +16,7 @@ from triton_passes import DEVICE, make_layer
 
 M = ForwardMode
 FORMS = ("all equal", "one alone", "levels", "anyhow")
+LONG = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,10 @@ def draw(rng, form, count, page, most=330):
     return lengths, [0, *common[1:]]
 
 
-@pytest.mark.parametrize(("drafts", "seed"), [(1, 0), (1, 1), (3, 0), (3, 1), (8, 0)])
+@pytest.mark.parametrize(
+    ("drafts", "seed"),
+    [(1, 1), (3, 0), (8, 0), pytest.param(1, 0, marks=LONG), pytest.param(3, 1, marks=LONG)],
+)
 def test_one_captured_plan_serves_whatever_is_shared(drafts, seed):
     """Tables and lengths are overwritten before each replay, whose groups are others."""
     rng, count = random.Random(10 * seed + drafts), 5
@@ -62,7 +66,7 @@ def test_one_captured_plan_serves_whatever_is_shared(drafts, seed):
     plan = backend.init_forward_metadata_capture_cuda_graph(batch)
     view, [schedule] = batch.views["full"], plan.values()
     found = []
-    for form in (*FORMS, "anyhow", "one alone")[: 4 if drafts == 8 else 6]:
+    for form in FORMS[1:3] if drafts == 8 else (*FORMS, "anyhow", "one alone"):
         lengths, shared = draw(rng, form, count, page)
         lengths = [max(n, drafts) for n in lengths]
         shared = [0] + [
@@ -101,7 +105,7 @@ def bits(sharers, backend, rows, q):
     return [torch.cat(part).view(torch.int32) for part in parts]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS[2:], *(pytest.param(x, marks=LONG) for x in FORMS[:2])])
 def test_bits_of_a_request_do_not_depend_on_who_shares_in_deterministic_mode(form):
     """Alone, among sharers, in another order, and in a batch so large that merges would differ."""
     rng, count = random.Random(form), 6

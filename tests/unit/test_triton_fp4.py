@@ -170,8 +170,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: str(CASES[i]))
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, i, id=f"{name}-{CASES[i]}", marks=[pytest.mark.long] * (i % 2 == rest))
+        for name, rest in (("decode", None), ("verify", 1), ("extend", 0))
+        for i in range(len(CASES))
+    ],
+)
 def test_passes_attend_to_the_numbers_that_are_stored(name, case):
     mode, queries, lengths = PASSES[name]
     d, form, changes = CASES[case]

@@ -32,10 +32,16 @@ def check(monkeypatch, heads, processors, at_once, *, deterministic=False):
     requests.check(requests.attend(batch, q, **config), q, queries)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+FORMS = [(4, 12, 4), (4, 6, 2), (4, 7, 1), (2, 2, 2), (3, 3, 3), (3, 60, 3), (1, 5, 1)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "processors", "at_once"),
-    [(4, 12, 4), (4, 6, 2), (4, 7, 1), (2, 2, 2), (3, 3, 3), (3, 60, 3), (1, 5, 1)],
+    ("heads", "processors", "at_once", "deterministic"),
+    [
+        *((*form, False) for form in FORMS),
+        *((*form, True) for form in FORMS[:3:2]),
+        *(pytest.param(*x, True, marks=pytest.mark.long) for x in (FORMS[1], *FORMS[3:])),
+    ],
 )
 def test_equals_the_reference(heads, processors, at_once, deterministic, monkeypatch):
     check(monkeypatch, heads, processors, at_once, deterministic=deterministic)

@@ -82,15 +82,29 @@ def alternatives(group: str) -> tuple[Requirement, ...]:
 def satisfies(requirement: Requirement, libraries: Libraries) -> bool:
     """Say whether `libraries` holds the distribution in a version that fits."""
     name = canonicalize_name(requirement.name)
-    if name not in libraries:
-        return False
-    version = libraries[name]
-    return version is None or requirement.specifier.contains(version, prereleases=True)
+    return name in libraries and _fits(requirement.specifier, libraries[name])
 
 
 def used(group: str, libraries: Libraries) -> Requirement | None:
     """Return the first satisfied alternative of a group, which backends load, or None."""
-    return next((w for w in alternatives(group) if satisfies(w, libraries)), None)
+    return next(
+        (
+            w
+            for name, w in _named(group)
+            if name in libraries and _fits(w.specifier, libraries[name])
+        ),
+        None,
+    )
+
+
+@functools.cache
+def _named(group: str) -> tuple[tuple[str, Requirement], ...]:
+    return tuple((canonicalize_name(w.name), w) for w in alternatives(group))
+
+
+@functools.lru_cache(4096)
+def _fits(specifier: SpecifierSet, version: str | None) -> bool:
+    return version is None or specifier.contains(version, prereleases=True)
 
 
 def shortfall(group: str, libraries: Libraries) -> str | None:

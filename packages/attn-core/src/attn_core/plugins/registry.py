@@ -165,7 +165,7 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     ):
         start = time.perf_counter()
         try:
-            _check_contract(point.dist)
+            _check_contract(point.dist, origin)
             with stdout_to_stderr():  # stdout is the command's
                 specs, plugin_pins, libraries = _call(point.load(), point.name)
                 problems = [problem(spec) for spec in specs]
@@ -211,10 +211,10 @@ def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
 
 def _origin(point: EntryPoint) -> Origin:
     dist, module = point.dist, printable(point.value, ERROR_LENGTH)
-    if dist is None or dist.name is None:  # a distribution whose METADATA is lost has no name
+    if dist is None or (name := dist.name) is None:  # of one whose METADATA is lost
         return Origin("unknown", "?", module)
     version = printable(str(dist.version or "?"))
-    return Origin(printable(canonicalize_name(dist.name)), version, module)
+    return Origin(printable(canonicalize_name(name)), version, module)
 
 
 def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:
@@ -230,12 +230,12 @@ def _label(name: object) -> str:
     return printable(name, 100) if isinstance(name, str) else f"a {type(name).__name__}"
 
 
-def _check_contract(dist: Distribution | None) -> None:
+def _check_contract(dist: Distribution | None, origin: Origin) -> None:
     """Raise ImportError where a distribution pins another attn-core than this one, or none.
 
     The pin is its own dependency: the version of attn-core is the version of the contract.
     """
-    if dist is None or dist.name is None or canonicalize_name(dist.name) == BUILTIN:
+    if dist is None or origin.distribution == BUILTIN or dist.name is None:
         return
     required = [Requirement(text) for text in dist.requires or ()]
     specifiers = [

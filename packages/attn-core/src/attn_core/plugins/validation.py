@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -78,7 +78,8 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("max_page_size", "preferred_page_size"), (lambda v: v > 0, "above 0")),
     **dict.fromkeys(("max_verify_topk", "max_session_topk"), (lambda v: v >= 0, "0 or more")),
 }
-HINTS = {record: get_type_hints(record) for record in (BackendSpec, Capabilities, KnownBad, Pin)}
+RECORDS: tuple[type, ...] = (BackendSpec, Capabilities, KnownBad, Pin)
+HINTS = {record: get_type_hints(record) for record in RECORDS}
 PLURAL = {AbstractSet: "a set of", Sequence: "a list of", tuple: "a pair of"}
 
 
@@ -102,8 +103,9 @@ def problem(spec: object) -> str | None:
     for name in (spec.name, *spec.aliases):
         if not 0 < len(name) <= MAX_NAME or set(name) & set(" ,"):  # what flags split names at
             return f"name {name!r} (expected 1 to {MAX_NAME} characters without blank and comma)"
+    valid = dict(_valid_defaults(Capabilities))
     for number, row in enumerate(spec.capabilities):
-        if (error := _fields(row) or _page_problem(row)) is not None:
+        if (error := _fields(row, valid) or _page_problem(row)) is not None:
             return f"row {number}: {error}" if len(spec.capabilities) > 1 else error
         if not row.absorbed and (row.phases != {Phase.PREFILL} or row.max_verify_topk):
             return (
@@ -136,16 +138,39 @@ def pin_problem(pin: object) -> str | None:
     return _fields(pin)
 
 
-def _fields(record: BackendSpec | Capabilities | KnownBad | Pin) -> str | None:
-    hints = HINTS[type(record)]
-    for f in fields(record):
-        value, hint = getattr(record, f.name), hints[f.name]
-        if (limit := _exceeded_limit(value)) is not None:
-            return f"{f.name} {_show(value)} (expected {limit})"
-        holds, text = VALUES.get(f.name, (None, ""))
-        if not _fits(hint)(value) or (holds and value is not None and not holds(value)):
-            expected = f"{_type_text(hint)}, {text}" if text else _type_text(hint)
-            return f"{f.name} {_show(value)} (expected {expected})"
+def _fields(
+    record: BackendSpec | Capabilities | KnownBad | Pin, valid: dict[str, object] | None = None
+) -> str | None:
+    """Return what is wrong with the fields of a record, or None.
+
+    valid: values of fields that were found valid, by name; updated. Most rows share most values.
+    """
+    kind: type = type(record)
+    valid = dict(_valid_defaults(kind)) if valid is None else valid
+    for name in HINTS[kind]:
+        value = getattr(record, name)
+        if value is not valid.get(name, MISSING):
+            if (error := _field(kind, name, value)) is not None:
+                return error
+            valid[name] = value
+    return None
+
+
+@functools.cache
+def _valid_defaults(record: type) -> Mapping[str, object]:
+    """Return the defaults of a record's fields, by name, without those that are invalid."""
+    defaults = {f.name: f.default for f in fields(record) if f.default is not MISSING}
+    return {name: x for name, x in defaults.items() if _field(record, name, x) is None}
+
+
+def _field(record: type, name: str, value: object) -> str | None:
+    hint = HINTS[record][name]
+    if (limit := _exceeded_limit(value)) is not None:
+        return f"{name} {_show(value)} (expected {limit})"
+    holds, text = VALUES.get(name, (None, ""))
+    if not _fits(hint)(value) or (holds and value is not None and not holds(value)):
+        expected = f"{_type_text(hint)}, {text}" if text else _type_text(hint)
+        return f"{name} {_show(value)} (expected {expected})"
     return None
 
 
@@ -154,8 +179,6 @@ def _exceeded_limit(value: object) -> str | None:
     if isinstance(value, str):
         fits = len(value) <= MAX_TEXT and value.isprintable()
         return None if fits else f"at most {MAX_TEXT} characters, all of them printable"
-    if value is None or value is True or value is False:
-        return None  # most fields: every command checks all rows
     if isinstance(value, int):
         return None if abs(value) <= MAX_NUMBER else f"at most {MAX_NUMBER}"
     if not isinstance(value, Collection):

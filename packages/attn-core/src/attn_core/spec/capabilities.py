@@ -93,17 +93,20 @@ class Capabilities:
     create: str | None = None  # "module:Class" that runs this row, None: the spec's
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if str(f.type).startswith("AbstractSet"):
-                if f.name == "head_dim_pairs" and self.head_dim_pairs == "any":
-                    continue
-                _collect(self, f.name, frozenset, "a set")
+        for name in _SETS:
+            value = getattr(self, name)
+            if type(value) is frozenset or (name == "head_dim_pairs" and value == "any"):
+                continue
+            _collect(self, name, frozenset, "a set")
         _collect(self, "requires", tuple, "a list")
         _collect(self, "bans", dict, "a mapping")
 
     @property
     def family(self) -> Family:
         return "linear" if self.kind in LINEAR_KINDS else "softmax"
+
+
+_SETS = tuple(f.name for f in fields(Capabilities) if str(f.type).startswith("AbstractSet"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -80,22 +81,9 @@ def plan(
             continue
         make = linear_templates if kind in LINEAR_KINDS else templates
         for template in make(kind, rows, passes=passes, reduced=reduced) if rows else ():
-            options = []
-            for row in rows:
-                check = template(row)
-                missing_features = _lacks(row, check, device, libraries)
-                wrong_phase = not row.phases & set(check.phases)  # its gap explains nothing
-                options.append(
-                    (wrong_phase, len(missing_features), check, row, "; ".join(missing_features))
-                )
-                if not (wrong_phase or missing_features):
-                    break
-            _, missing, check, row, reason = min(options, key=lambda o: o[:2])
-            chosen = None if missing else row
+            one = _assigned(kind, template, rows, device, libraries)
             # two cases may turn into one on a row that takes a single shape
-            planned.setdefault(
-                (kind, check.id), PlannedCheck(check=check, kind=kind, row=chosen, reason=reason)
-            )
+            planned.setdefault((kind, one.check.id), one)
     if not planned and unsupported:
         raise unsupported[0]
     if not planned:
@@ -106,6 +94,29 @@ def plan(
         )
     # the longest last: a fault is found sooner elsewhere
     return sorted(planned.values(), key=lambda p: p.check.feature == "session")
+
+
+def _assigned(
+    kind: Kind,
+    template: Callable[[Capabilities], Check],
+    rows: tuple[Capabilities, ...],
+    device: Device,
+    libraries: Libraries,
+) -> PlannedCheck:
+    """Put a check to the first row that has all it needs, or say what the nearest lacks."""
+    options, wrong_phase = [], []
+    for row in rows:
+        check = template(row)
+        if not row.phases & set(check.phases):  # its gap explains nothing where others have one
+            wrong_phase.append((check, row))
+            continue
+        missing = _lacks(row, check, device, libraries)
+        if not missing:
+            return PlannedCheck(check=check, kind=kind, row=row)
+        options.append((check, missing))
+    options = options or [(c, _lacks(row, c, device, libraries)) for c, row in wrong_phase]
+    check, missing = min(options, key=lambda option: len(option[1]))
+    return PlannedCheck(check=check, kind=kind, row=None, reason="; ".join(missing))
 
 
 def _lacks(

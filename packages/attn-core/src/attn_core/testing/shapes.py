@@ -25,7 +25,10 @@ _PAGES = (1, 16, 64)
 
 def adapted(case: C, row: Capabilities) -> C:
     """Give a case heads and dims that the row takes, where the case is not about them."""
-    return replace(case, heads=_heads(case, row), dims=_dims(case, row))
+    heads, dims = _heads(case, row), _dims(case, row)
+    if (heads, dims) == (case.heads, case.dims):
+        return case
+    return replace(case, heads=heads, dims=dims)
 
 
 def _heads(case: Case | RaggedCase, row: Capabilities) -> tuple[int, int]:
