@@ -183,8 +183,8 @@ def test_the_comparison_sees_planted_faults_of_a_view(fault, monkeypatch):
     name, broken = FAULTS[fault]
     right = passes.PassBuilder._view
 
-    def view(self, common, rows, queries):
-        found = replace(right(self, common, rows, queries), seq_lens_host=None)
+    def view(self, common, rows, queries, **more):
+        found = replace(right(self, common, rows, queries, **more), seq_lens_host=None)
         changed = replace(found, **broken(found))
         return replace(changed, seq_lens_host=tuple(changed.seq_lens.clamp(min=1).tolist()))
 
