@@ -5,12 +5,13 @@ served from their first token on, so that what a pass writes is what the next on
 """
 
 import os
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from attn_core import UnsupportedError
+from attn_core import BatchError, UnsupportedError
 from attn_core.integrations import choice
 from attn_core.integrations.sglang import server, split_keys
 from attn_core.integrations.sglang.backend import AttnCoreBackend
@@ -134,7 +135,7 @@ def every_case(rank, size):
             for page, what in CASES[size]
         }
         for fault, (owner, name, broken) in FAULTS.items() if size == 2 else ():
-            with mock.patch.object(owner, name, broken):
+            with mock.patch.object(owner, name, broken), suppress(BatchError):  # alike on all
                 found[fault] = Engine(rank, size, 1).serve()
     return found
 
@@ -232,7 +233,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_sees_planted_faults(together, fault):
-    assert apart(together[2, fault], expected()) > 1e-3
+    refused = (2, fault) not in together
+    assert refused == (fault == "own tokens in the prefix"), "the device has other lengths"
+    assert refused or apart(together[2, fault], expected()) > 1e-3
 
 
 REFUSED = {
