@@ -17,7 +17,7 @@ from attn_core.json_text import MOST_LEVELS, TOO_DEEP, loaded
 from attn_core.model_config import read_config, requirements_from_config
 from attn_core.plugins.data_files import data_files
 from attn_core.selection.lock import Lock
-from attn_core.trust import files
+from attn_core.trust import files, header
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,7 +45,7 @@ WRAPPED = (
 def safe(data, path, name):
     from safetensors.torch import save_file
 
-    save_file({"q": torch.zeros(1)}, path / name, metadata={"_": ""} | {files._KEY: data})
+    save_file({"q": torch.zeros(1)}, path / name, metadata={"_": ""} | {header.KEY: data})
     return path / name
 
 
