@@ -32,6 +32,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_contestants_write_the_same_tokens(monkeypatch, tmp_path, folder, capsys):
     """Requests of two lengths, padded before; the record is read back."""
     rows, mask = torch.randint(2, 97, (2, 20)), torch.ones(2, 20, dtype=torch.int64)

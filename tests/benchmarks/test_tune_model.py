@@ -31,6 +31,7 @@ def test_attn_tune_is_told_pages_stores_drafts_and_requests(tmp_path):
     assert "--page-size" not in tune_model.flags(CONFIGURATIONS["bf16"], tmp_path / "all", "all")
 
 
+@pytest.mark.long
 def test_a_tiny_model_is_compiled_measured_and_recorded(tmp_path, monkeypatch, capsys):
     """Two calls of the real command on this machine; the second only measures."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
