@@ -169,7 +169,7 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
     /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
-    const int few = rows <= FEW, together = few ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
+    const int few = rows <= FEW, together = rows <= 6 ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
     int whole = a->head_dim == s.k_row && (!a->v || a->v_head_dim == s.v_row);
     int type = few && whole && !careful && a->kv_type == BF16 ? BF16 : NUMBERS;
     Places at, then;

@@ -3,10 +3,11 @@
 #include "pack.h"
 
 /*
- * Rows for which packed numbers would be read once only. Sums of 8 numbers fill the registers with
- * fewer rows: with them, products of up to 16 rows are as fast from where numbers lie.
+ * Rows for which packed numbers would be read once only. Vectors of 8 numbers take more of the time:
+ * with them, products of up to 16 rows are as fast from where numbers lie. Six rows by two vectors
+ * fill 15 of 16 registers.
  */
-enum { FEW = W == 8 ? 16 : 6, AT_ONCE = W == 8 ? 4 : FEW };
+enum { FEW = W == 8 ? 16 : 6, AT_ONCE = 6 };
 enum { NUMBERS = PAIRS ? BF16 : F32 }; /* the type that products take as it is */
 
 /* A vector from the word-th of a row of NUMBERS or, where those are float32, of BF16. */
@@ -44,6 +45,9 @@ INLINE void few_scores_of(const int type, const int rows, int n, int words, cons
             key[e] = keys[i + e < n ? i + e : i];
             for (int r = 0; r < rows; r++) now[e][r] = all(0);
         }
+#if W == 8 /* fewer additions between products */
+#pragma GCC unroll 2
+#endif
         for (int word = 0; word < words; word += W) {
             vec right[EACH];
             for (int e = 0; e < each; e++) right[e] = load_words(type, key[e], word);
@@ -95,11 +99,7 @@ INLINE void few_outputs_of(const int type, const int rows, const int vectors, in
         for (int j = 0; j < vectors; j++) store(c + r * c_row + j * W, sums[r][j]);
 }
 
-#if W == 8
-#define CASES_OF_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4)
-#else
 #define CASES_OF_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4) CALL(5) CALL(6)
-#endif
 
 INLINE void few_scores_in(const int type, int rows, int n, int words, const number *q,
                           const char **keys, float *scores, const Ahead *ahead) {
