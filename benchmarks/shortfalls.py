@@ -73,9 +73,10 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "Few keys for each program: its queries and first keys come from memory before its first "
         "product, when nothing else is under way, and a second launch merges cut requests. With 16 "
         "or 32 heads and one query a tile of 64 rows is partly empty. Before these, the flush of "
-        "the benchmark leaves lines in the L2 that have to be written back first: after one that "
-        "reads (--clean) three such shapes took 6 to 8 µs less on an H100, and FlashMLA no less. "
-        "Its copies are marked to be evicted first; Gluon's lack that operand, .L2::cache_hint.",
+        "the benchmark leaves lines in the L2 that have to be written back first. After a flush "
+        "that reads, as --clean does, ours took less on an H100 and FlashMLA did not (seen by "
+        "hand, not recorded). Its copies are marked to be evicted first; Gluon's lack that operand, "
+        ".L2::cache_hint.",
     ),
     "sharing": (
         r"^mla",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-NARROWEST = 7  # characters of a column: of fewer, words come in pieces that cannot be read
+NARROWEST = 7  # characters of a column; in a narrower one, words break into unreadable pieces
 
 
 def console(stream: TextIO | None = None) -> Console:

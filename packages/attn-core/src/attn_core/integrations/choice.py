@@ -22,6 +22,7 @@ from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.runtime.adaptive import pruned
 from attn_core.runtime.picks import picks
 from attn_core.runtime.trace import NVTX, switch
+from attn_core.selection.checks import BACKEND_ARGUMENTS, LINEAR_ARGUMENTS
 from attn_core.selection.lock import BY_PASS, POOL, Lock
 from attn_core.selection.moves import require
 from attn_core.selection.ranking import shipped_profile
@@ -32,12 +33,6 @@ from attn_core.spec.requirements import Requirements
 from attn_core.tools.env_vars import unknown_variables, variable
 from attn_core.tools.probes import probed
 
-BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-LINEAR_ARGUMENTS = (
-    "linear_attn_backend",
-    "linear_attn_prefill_backend",
-    "linear_attn_decode_backend",
-)
 SPARSE_ARGUMENTS = ("nsa_prefill_backend", "nsa_decode_backend")
 SHARED_PREFIX = variable("--shared-prefix")
 LOCKED = variable("--locked")

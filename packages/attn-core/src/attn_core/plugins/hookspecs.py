@@ -46,8 +46,8 @@ def attn_register_libraries() -> Sequence[str]:  # type: ignore[empty-body]  # a
 def hooks_of(module: Any, name: str) -> pluggy.HookRelay:
     """Return the hooks of a plugin's module.
 
-    Raises pluggy's error for a hook with arguments that it has not, and TypeError for a function
-    that is marked @hookimpl and named like no hook, which nobody would call.
+    Raises pluggy's error for arguments that a hook does not have, and TypeError for a function that
+    is marked @hookimpl and has the name of no hook: nothing would call it.
     """
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(sys.modules[__name__])

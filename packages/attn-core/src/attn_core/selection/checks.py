@@ -15,8 +15,13 @@ from attn_core.selection.sub_backends import check_sub_backends, flag_of
 from attn_core.spec.device import Device
 from attn_core.spec.requirements import Requirements, check_type, is_count
 
-LINEAR = ("linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend")
-SOFTMAX = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+# Flags of softmax layers, and of linear ones, as fields of Overrides.
+BACKEND_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+LINEAR_ARGUMENTS = (
+    "linear_attn_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_decode_backend",
+)
 
 
 def check_types(
@@ -52,8 +57,8 @@ def check_flags(s: RowJudge) -> None:
     """Raise UsageError for a flag of which the model has nothing, and for a page size below 1."""
     o = s.overrides
     for fields, served, what in (
-        (LINEAR, s.needs.linear_layers, "no linear attention layers"),
-        (SOFTMAX, s.needs.softmax_layers, "no softmax attention layers"),
+        (LINEAR_ARGUMENTS, s.needs.linear_layers, "no linear attention layers"),
+        (BACKEND_ARGUMENTS, s.needs.softmax_layers, "no softmax attention layers"),
         (("mm_attention_backend",), s.needs.vision, "no vision tower"),
     ):
         named = [flag_of(field) for field in fields if getattr(o, field)]

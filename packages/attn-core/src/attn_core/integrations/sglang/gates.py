@@ -15,7 +15,6 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from attn_core.integrations.choice import BACKEND_ARGUMENTS, LINEAR_ARGUMENTS
 from attn_core.integrations.sglang.server import (
     CHUNKED,
     DRAFTS,
@@ -27,6 +26,7 @@ from attn_core.integrations.sglang.server import (
     has_version,
     verifies,
 )
+from attn_core.selection.checks import BACKEND_ARGUMENTS, LINEAR_ARGUMENTS
 
 STAND_IN = "triton"  # of SGLang: no page size, no cache dtype and no graph depends on this name
 WINDOWED_MODELS = ("GptOssForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM")

@@ -10,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from attn_core.errors import UnsupportedError
-from attn_core.integrations.choice import LINEAR_ARGUMENTS
+from attn_core.selection.checks import LINEAR_ARGUMENTS
 from attn_core.spec.requirements import Speculation
 from attn_core.tools.env_vars import variable
 

@@ -3,9 +3,9 @@
 #include "pack.h"
 
 /*
- * Rows for which packed numbers would be read once only. Vectors of 8 numbers take more of the time:
- * with them, products of up to 16 rows are as fast from where numbers lie. Six rows by two vectors
- * fill 15 of 16 registers.
+ * FEW: up to so many rows, packing would cost more than it saves. With vectors of 8 numbers the
+ * products take longer, so that the limit is higher. AT_ONCE: rows that are multiplied together; six
+ * by two vectors take 15 of AVX2's 16 registers.
  */
 enum { FEW = W == 8 ? 16 : 6, AT_ONCE = 6 };
 enum { NUMBERS = PAIRS ? BF16 : F32 }; /* the type that products take as it is */
