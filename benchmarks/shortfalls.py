@@ -75,8 +75,8 @@ CAUSES: Mapping[str, tuple[str, str]] = {
         "or 32 heads and one query a tile of 64 rows is partly empty. Before these, the flush of "
         "the benchmark leaves lines in the L2 that have to be written back first. After a flush "
         "that reads, as --clean does, ours took less on an H100 and FlashMLA did not (seen by "
-        "hand, not recorded). Its copies are marked to be evicted first; Gluon's lack that operand, "
-        ".L2::cache_hint.",
+        "hand, not recorded). Its copies are marked to be evicted first; Gluon's lack that "
+        "operand, .L2::cache_hint.",
     ),
     "sharing": (
         r"^mla",
