@@ -14,6 +14,7 @@ from attn_core.spec.requirements import LayerRequirements
 from recording import make, recorder
 
 CPU = torch.device("cpu")
+LOGGER = logging.getLogger("an.engine")
 MHA = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
 MLA = {"num_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -46,7 +47,8 @@ def test_vllms_cache_is_written_in_its_null_block_alone(kind, stored, caplog):
     dispatcher, cache = over_vllms_cache(kind, stored)
     before = cache.clone()
     with caplog.at_level(logging.INFO):
-        compile_ahead(dispatcher, max_bs=7)
+        compile_ahead(dispatcher, max_bs=7, logger=LOGGER)
+    assert caplog.record_tuples[-1][0] == LOGGER.name
     assert "kinds of passes ahead" in caplog.text
     others = (slice(1, None),) if kind == "mla" else (slice(None), slice(1, None))
     same = cache.view(torch.uint8) == before.view(torch.uint8)
@@ -60,7 +62,7 @@ def test_a_pass_that_fails_stops_no_engine(caplog):
     broken.forward_decode = lambda *args, **kwargs: 1 / 0
     dispatcher, _pre, _dec = make("decode", decode=broken)
     with caplog.at_level(logging.WARNING):
-        compile_ahead(dispatcher, max_bs=2)
+        compile_ahead(dispatcher, max_bs=2, logger=LOGGER)
     assert "division by zero" in caplog.text
     assert "decoder" in caplog.text
 
@@ -74,4 +76,4 @@ def test_a_lost_device_does(monkeypatch):
 
     monkeypatch.setattr("attn_core.integrations.ahead.warmup", fails)
     with pytest.raises(BackendRunError, match="lost"):
-        compile_ahead(make()[0], max_bs=2)
+        compile_ahead(make()[0], max_bs=2, logger=LOGGER)

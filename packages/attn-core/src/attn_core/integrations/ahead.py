@@ -8,15 +8,13 @@ from attn_core.errors import AttnError, BackendRunError
 from attn_core.runtime.dispatcher import HybridDispatcher
 from attn_core.runtime.warmup import warmup
 
-logger = logging.getLogger(__name__)
 
-
-def compile_ahead(dispatcher: HybridDispatcher, max_bs: int) -> None:
+def compile_ahead(dispatcher: HybridDispatcher, max_bs: int, logger: logging.Logger) -> None:
     """Run every kind of pass once on dummy requests; log how many there were and their seconds.
 
     Only page 0 of the engine's cache is written. A pass that fails is logged, and the engine starts
     all the same: what was not compiled is compiled when a request needs it.
-    max_bs: the most requests of a pass.
+    max_bs: the most requests of a pass. logger: one that the engine shows.
     Raises BackendRunError where the device can run nothing any more.
     """
     try:

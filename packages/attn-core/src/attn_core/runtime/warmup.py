@@ -53,13 +53,14 @@ def warmup(
 ) -> list[Warmed]:
     """Run and time the passes that serving will run, so that their kernels are compiled.
 
-    These are prefill with and without a prefix, a mixed batch, and decode of one and of max_bs
-    requests; verify and drafts if the dispatcher has backends for them; and attention without a
-    cache for encoders, MLA and the vision tower. All except causal passes without a cache run at
-    three lengths, because backends choose kernels by length. Linear layers run their prefill,
-    decode, verify and commit. Layers of sparse MLA select and attend to what they selected. Passes
-    over the cache run on the alternatives of the chosen backends, too. Layers
-    that share a plan and its options run once. Only page 0 of the pool is written, and no state.
+    These are prefill with and without a prefix, a mixed batch, and decode of 1, 2, 4 … and max_bs
+    requests, because plans and kernels are compiled by such sizes; verify and drafts if the
+    dispatcher has backends for them; and attention without a cache for encoders, MLA and the vision
+    tower. All except causal passes without a cache run at three lengths, because backends choose
+    kernels by length. Linear layers run their prefill, decode, verify and commit. Layers of sparse
+    MLA select and attend to what they selected. Passes over the cache run on the alternatives of
+    the chosen backends, too. Layers that share a plan and its options run once. Only page 0 of the
+    pool is written, and no state.
     index_heads: of the indexers of sparse MLA.
     step(backend, pass, number of passes) is called before each pass.
     Raises UsageError for sparse MLA without index_heads, and what the dispatcher raises;
@@ -197,7 +198,7 @@ def _over_the_cache(
         yield paged("prefill", modes.EXTEND, (1, 100), (1, 100))
         yield paged("prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
         yield paged("mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
-    for size in sorted({1, max_bs}):
+    for size in sorted({*(1 << i for i in range(max_bs.bit_length())), max_bs}):
         what = f"decode, batch size {size}"
         yield paged(what, modes.DECODE, (1,) * size, (_ROOM,) * size)
     if "verify" in dispatcher.routes:

@@ -151,7 +151,7 @@ def create_passes(
             export(dispatcher, served)
         # a CPU's kernels are compiled; MLA's prefill is vLLM's, and graphs run all that decodes
         if kind == "mha" and device.type != "cpu":
-            compile_ahead(dispatcher, scheduler.max_num_seqs)
+            compile_ahead(dispatcher, scheduler.max_num_seqs, logger)
         return dispatcher
 
     return PassBuilder(
