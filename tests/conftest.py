@@ -28,8 +28,8 @@ plugins_once.install()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `long` what the suites ask beyond a representative part of their checks.
 
-    A module's first suite of a backend keeps each feature; others of it, for another chip or build,
-    keep few.
+    A module's first suite of a backend of our own kernels keeps each feature; others of it, for
+    another chip or build, keep few, and so do those over emulated libraries.
     """
     suites: dict[type, list[pytest.Item]] = {}
     for item in items:
@@ -40,9 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for suite, checks in suites.items():
         name = (checks[0].path, suite.name, suite.family)
         planned = [item.callspec.params["ask"].args[0] for item in checks]
-        chosen = {*range(len(checks))} if suite.reduced else representative(planned)
-        if name in seen:
+        if name in seen or checks[0].path.parent.name == "emulators":
             chosen = few(planned)
+        else:
+            chosen = {*range(len(checks))} if suite.reduced else representative(planned)
         seen.add(name)
         for i, item in enumerate(checks):
             if i not in chosen:
