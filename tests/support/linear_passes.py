@@ -97,7 +97,7 @@ def make_batch(mode, query_lens, slots, **states):
         query_lens=query_lens,
         seq_lens=query_lens,
         page_table=torch.zeros(b, max(query_lens, default=0) + 1, dtype=torch.int32),
-        page_size=1,
+        page_size=states.pop("page_size", 4),
         spec=spec,
         state_slots=int32(*slots),
         **states,

@@ -180,3 +180,21 @@ def test_a_pool_without_a_convolution_says_what_to_do():
         conv_verify(torch.zeros(1, CHANNELS), weight, bias, pool.layer(0), plan)
     with pytest.raises(UsageError, match="without state_slots"):
         ConvPlan(dataclasses.replace(batch, state_slots=None), pool)
+
+
+@pytest.mark.parametrize(
+    ("mode", "lens", "convolve"),
+    [
+        (M.EXTEND, [5, 3], conv_extend),
+        (M.DECODE, [1, 1], conv_decode),
+        (M.TARGET_VERIFY, [4, 4], conv_verify),
+    ],
+)
+@pytest.mark.parametrize(("width", "channels"), [(3, CHANNELS), (5, CHANNELS), (WIDTH, 1)])
+def test_other_sizes_than_the_pool_s_are_refused(mode, lens, convolve, width, channels):
+    """An extend of a narrower weight took the oldest inputs, and left out each token's own."""
+    spec = {"spec": speculation(4)} if mode is M.TARGET_VERIFY else {}
+    pool, batch = make_pool(), make_batch(mode, lens, (3, 1), **spec)
+    x, weight = torch.randn(sum(lens), channels), torch.randn(channels, width)
+    with pytest.raises(UsageError, match=rf"{channels}, {width}\], the pool's has 6 .* width 4"):
+        convolve(x, weight, None, pool.layer(0), ConvPlan(batch, pool))

@@ -11,7 +11,7 @@ import torch
 from attn_core.cache.pool import KVPool
 from attn_core.errors import BatchError, UnsupportedError, UsageError
 from attn_core.runtime.backend import AttentionBackend
-from attn_core.runtime.batch import ForwardMode
+from attn_core.runtime.batch import CacheView, ForwardMode
 from attn_core.runtime.dispatcher import HybridDispatcher
 from recording import DV, HQ, LAYERS, M, Recorder, batch, make, qkv, recorder
 
@@ -63,6 +63,27 @@ def test_each_mode_goes_to_one_backend_with_the_cache_written(
     # what the backend saw in the slots of this layer's view
     assert torch.equal(args[4][0], k)
     assert torch.equal(args[4][1], v)
+
+
+@pytest.mark.parametrize(
+    "method", ["init_forward_metadata", "init_forward_metadata_capture_cuda_graph"]
+)
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_a_view_of_other_pages_than_the_pool_s_is_refused(name, method):
+    """Its slots are other tokens' of this pool: page 1 of 2 tokens begins in slot 2, not in 4."""
+    dispatcher, pre, dec = make()
+    plan = getattr(dispatcher, method)
+    views = batch(M.DECODE).views
+    other = CacheView.build(
+        page_table=torch.ones(2, 4, dtype=torch.int32), page_size=2, seq_lens=[6, 3],
+        new_lens=[1, 1],
+    )  # fmt: skip
+    with pytest.raises(BatchError, match=f"view '{name}' .* pages of 2 tokens, the pool .* of 4"):
+        plan(batch(M.DECODE, views={**views, name: other}))
+    assert not pre.calls
+    assert not dec.calls
+    unsaid = dataclasses.replace(views[name], page_size=None)
+    plan(batch(M.DECODE, views={**views, name: unsaid}))
 
 
 def test_idle_asks_nobody_and_gives_empty_outputs():

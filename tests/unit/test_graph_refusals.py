@@ -15,12 +15,18 @@ def without_slots(batch):
     return dataclasses.replace(batch, views=views)
 
 
+def of_pages(batch, size):
+    views = {n: dataclasses.replace(v, page_size=size) for n, v in batch.views.items()}
+    return dataclasses.replace(batch, views=views)
+
+
 REFUSED = [
     (small_batch(M.EXTEND), r"extend of 2 queries per request is not captured \(is: decode of 1, "),
     (passing(M.DECODE, [0, 1, 2], [1, 1, 1]), "3 requests: graphs are captured for up to 2"),
     (passing(M.DECODE, [0], [9]), "view 'full': lengths up to 9, the static page table holds 8"),
     (without_slots(passing(M.DECODE, [0], [5])), r"has no out_cache_loc"),
     (passing(M.DECODE, [0], [5], views=()), r"no view 'window' \(has \['full'\]\)"),
+    (of_pages(passing(M.DECODE, [0], [5]), 8), "view 'full' was built for pages of 8, not of 4"),
     (
         passing(M.TARGET_VERIFY, [0], [5], new=DRAFTS, tree=TREE),
         "chains, without a tree_mask, was captured",

@@ -52,7 +52,7 @@ def decode(views):
 def test_a_batch():
     views = {"full": view(), "window": view()}
     assert calls_of(view) < 60
-    assert calls_of(decode(views)) < 120
+    assert calls_of(decode(views)) < 90
 
 
 def test_a_plan_and_a_layer_after_the_first():

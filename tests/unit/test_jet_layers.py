@@ -34,6 +34,7 @@ def served():
     )
     registry = load_plugins()
     overrides = Overrides(attention_backend="torch_native")
+    needs = dataclasses.replace(needs, page_size=4)  # of make_batch
     selection = select(needs, parse_device("cpu:avx2"), registry, {}, overrides)
     [jet] = needs.linear_layers
     layer = LinearLayer(

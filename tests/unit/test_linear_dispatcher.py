@@ -223,7 +223,7 @@ def test_a_selection_on_a_cpu_runs_linear_layers(name):
     assert (found.linear_layers, found.layers, found.max_bs) == ((GDN,), (), 4)
     assert (found.kv_cache_dtype, found.num_draft_tokens) == ("fp32", DRAFTS)
     before, tensors = states.states.state[0].clone(), inputs(GDN, 1)
-    batch = dataclasses.replace(make_batch(M.DECODE, [1], (3,)))
+    batch = make_batch(M.DECODE, [1], (3,), page_size=chosen.page_size)
     out, _ = forward(dispatcher, batch, tensors)
     [(wanted, _)] = expected(tensors, [1], GDN, before[[3]])
     close(out, wanted, 1e-5)

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 import strategies as gen
+from attn_core.cache.pool import KVPool
 from attn_core.costs.profile import Cost, Key, Profile
 from attn_core.costs.shapes import Form
 from attn_core.costs.workload import Workload
-from attn_core.errors import AttnError, UnknownBackendError, UsageError
+from attn_core.errors import AttnError, UnknownBackendError, UnsupportedError, UsageError
 from attn_core.plugins.registry import load_plugins
+from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.diagnosis import describe, why_not
 from attn_core.selection.inputs import SelectionInputs
 from attn_core.selection.result import NoBackendError, Overrides
@@ -565,3 +567,43 @@ def test_a_refusal_reaches_another_process_whole():
 def test_a_page_size_that_is_no_number_of_tokens_is_refused(page):
     with pytest.raises(UsageError, match=f"--page-size {page}: at least 1, an integer"):
         select(Requirements(page_size=page), parse_device("cuda:sm90"), load_plugins(), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "store", "dims", "expected"),
+    [
+        ("mha", "fp4_e2m1", (100, 100), r"head_dim 100 in fp4_e2m1 \(supports multiples of 16"),
+        ("mha", "fp4_e2m1", (64, 72), "head_dim 64/72 in fp4_e2m1"),
+        ("mla", "fp4_e2m1", (584, 512), "head_dim 584/512 in fp4_e2m1"),
+        ("dsa", "fp8_e4m3", (264, 200), r"head_dim 264/200 in fp8_e4m3 \(supports latents by 128"),
+        ("mla", "fp4_e2m1", (576, 500), None),  # V is part of the latent
+        ("mha", "fp4_e2m1", (96, 96), None),
+    ],
+)
+def test_a_store_whose_blocks_do_not_divide_the_dims_is_refused(kind, store, dims, expected):
+    """As the pool refuses it, and before that: the selection chose backends for no pool."""
+    registry, device = load_plugins(), parse_device("cuda:sm90")
+    heads = (4, 2) if kind == "mha" else (4, 1)
+    more = {"index_topk": 64, "index_heads": 4, "index_dim": 32} if kind == "dsa" else {}
+    needs = LayerRequirements(
+        kind=kind, head_dim=dims[0], v_head_dim=dims[1], num_q_heads=heads[0],
+        num_kv_heads=heads[1], **more,
+    )  # fmt: skip
+    twice = (needs, replace(needs, num_q_heads=8))
+    needs = Requirements(layers=twice, kv_cache_dtype=store)
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dims[0],
+        v_head_dim=dims[1], scale=1.0,
+    )  # fmt: skip
+
+    def pool():
+        return KVPool([layer], num_pages=2, page_size=1, kv_cache_dtype=store, kind=kind)
+
+    if expected is None:
+        assert select(needs, device, registry, {"triton": None}).kv_cache_dtype == store
+        pool()
+        return
+    with pytest.raises(UnsupportedError):
+        pool()
+    with pytest.raises(NoBackendError, match=expected):
+        select(needs, device, registry, {"triton": None})

@@ -117,6 +117,14 @@ def test_slots_that_the_cache_has_not(store, layout):
         kv.copy_slots(tokens, torch.tensor([1, 2]), torch.tensor([3]))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("store", ["bf16", "fp8_e4m3", "fp4_e2m1"])
+def test_a_slot_below_0_is_not_one_from_the_end(store, layout):
+    """On a CPU: only writes and copies skip padding. Of layout HND the last token was read."""
+    with pytest.raises(UsageError, match="token slots -1 to 1 of a cache of 4 pages"):
+        kv.read_kv(cache(store, layout), torch.tensor([1, -1]), torch.float32)
+
+
 def test_later_layers_refuse_stray_slots_too():
     """Writes of a form that is known go another way, which looks at the slots itself."""
     tokens, k, v = cache("fp32"), torch.randn(1, HEADS, D), torch.randn(1, HEADS, DV)

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attn_core.dtypes import FP4_BLOCK as FP4_BLOCK
+from attn_core.dtypes import LATENT_BLOCK as LATENT_BLOCK
 from attn_core.errors import UnsupportedError, UsageError
 
-FP4_BLOCK = 16  # values that share one e4m3 scale
-LATENT_BLOCK = 128  # values of a latent of sparse MLA in FP8 that share one float32 scale
 SCALE_BYTES = 4  # of a float32 scale
 Scale = float | Tensor  # a tensor: float32, one element, on the device of the pages
 

@@ -6,6 +6,7 @@ linear attention: a pass runs a function here and then the backend's of the same
 
 x: [T, channels]. weight: [channels, W]. bias: [channels] or None. The result is [T, channels] in
 x's dtype, 0 for padding. All layers of a pass share a ConvPlan, which alone waits for the device.
+UsageError is raised for x and weights of other channels or another W than the pool's.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def conv_extend(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: ConvPlan
 ) -> Tensor:
     """Convolve ragged new tokens; write each request's last inputs, and those of checkpoints."""
-    state, out, width = _state(cache), torch.zeros_like(x), weight.shape[1]
+    state, out, width = _fitting(cache, x, weight), torch.zeros_like(x), weight.shape[1]
     for old, (first, tokens, write, checkpoints) in zip(
         plan.old_inputs(state), plan.requests, strict=True
     ):
@@ -132,7 +133,7 @@ def conv_decode(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: ConvPlan
 ) -> Tensor:
     """Convolve one token per request; write its last inputs."""
-    state, out, rows = _state(cache), torch.zeros_like(x), plan.rows
+    state, out, rows = _fitting(cache, x, weight), torch.zeros_like(x), plan.rows
     inputs = torch.cat([plan.old_inputs(state), x[rows, :, None].float()], -1)
     out[rows] = _convolved(inputs.unbind(-1), weight, bias).to(x.dtype)
     state.index_copy_(0, plan.writes, inputs[..., 1:].to(state.dtype))
@@ -143,7 +144,7 @@ def conv_verify(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: ConvPlan
 ) -> Tensor:
     """Convolve a chain or tree of drafts per request; write their inputs, not the state."""
-    state, drafts, rows = _state(cache), _drafts(cache), plan.rows
+    state, drafts, rows = _fitting(cache, x, weight), _drafts(cache), plan.rows
     n, out = plan.paths.shape[1], torch.zeros_like(x)
     new = torch.unflatten(x, 0, (-1, n))[rows]  # [R, n, channels]
     inputs = torch.cat([plan.old_inputs(state).mT, new.float()], 1)
@@ -179,6 +180,19 @@ def _take(inputs: Tensor, index: Tensor) -> Tensor:
     """Gather [R, n, W, channels] of inputs [R, rows, channels]."""
     requests = torch.arange(len(inputs), device=inputs.device)
     return inputs[requests[:, None, None], index]
+
+
+def _fitting(cache: StateCache, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the state of a convolution. Raises UsageError for x or a weight of other sizes."""
+    state = _state(cache)
+    _, channels, past = state.shape
+    if weight.shape != (channels, past + 1) or x.dim() != 2 or x.shape[1] != channels:
+        raise UsageError(
+            f"a convolution of x {list(x.shape)} by a weight {list(weight.shape)}, the pool's has "
+            f"{channels} channels and width {past + 1} (expected [T, {channels}] and [{channels}, "
+            f"{past + 1}]); create the StatePool with conv_channels and conv_width of the model"
+        )
+    return state
 
 
 def _state(cache: StateCache) -> Tensor:

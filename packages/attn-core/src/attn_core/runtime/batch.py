@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attn_core.errors import BatchError
 from attn_core.runtime.batch_checks import (
-    check,
     check_instance,
     check_number,
     check_starts,
@@ -60,8 +59,10 @@ class SpecInfo:
         check_number("topk", self.topk)
         check_number("num_draft_tokens", self.num_draft_tokens)
         mask = self.tree_mask
-        known = mask is None or isinstance(mask, Tensor)
-        check(known, f"tree_mask is {type(mask).__name__} (expected a tensor of bool, or None)")
+        if mask is not None and not isinstance(mask, Tensor):
+            raise BatchError(
+                f"tree_mask is {type(mask).__name__} (expected a tensor of bool, or None)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,26 +121,34 @@ class ForwardBatch:
         check_tensor("positions", self.positions, torch.int64, (None,))
         check_number("max_q_len", self.max_q_len)
         b, t = self.batch_size, self.num_tokens
-        check(b >= 0, "cu_seqlens_q is empty (expected B + 1 entries)")
+        if b < 0:
+            raise BatchError("cu_seqlens_q is empty (expected B + 1 entries)")
         if self.spec is not None:
             check_instance("spec", self.spec, SpecInfo)
         devices = {str(x.device) for x in (self.cu_seqlens_q, self.positions)}
         check_instance("views", self.views, Mapping)
         for name, view in self.views.items():
-            check_instance(f"view {name!r}", view, CacheView)
+            if not isinstance(view, CacheView):
+                raise BatchError(f"view {name!r} is {type(view).__name__} (expected CacheView)")
             rows = view.page_table.shape[0]
-            check(rows == b, f"view {name!r} has {rows} requests, the batch {b}")
+            if rows != b:
+                raise BatchError(f"view {name!r} has {rows} requests, the batch {b}")
             devices.add(str(view.page_table.device))
         devices |= check_states(
             b, self.state_slots, self.state_slots_out, self.state_fresh, self.checkpoint_slots,
             self.query_lens_host,
         )  # fmt: skip
-        extends = mode in (ForwardMode.EXTEND, ForwardMode.MIXED) or self.checkpoint_slots is None
-        check(extends, f"{mode.value} with checkpoint_slots (only extend and mixed take them)")
-        check(len(devices) == 1, f"a batch on several devices: {sorted(devices)}")
-        check(mode is not ForwardMode.IDLE or t == 0, f"an idle pass with {t} tokens")
-        one_each = mode not in DECODE_MODES or t == b
-        check(one_each, f"{mode.value}: {t} tokens for {b} requests (one each)")
+        extends = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        if self.checkpoint_slots is not None and not extends:
+            raise BatchError(
+                f"{mode.value} with checkpoint_slots (only extend and mixed take them)"
+            )
+        if len(devices) > 1:
+            raise BatchError(f"a batch on several devices: {sorted(devices)}")
+        if mode is ForwardMode.IDLE and t:
+            raise BatchError(f"an idle pass with {t} tokens")
+        if mode in DECODE_MODES and t != b:
+            raise BatchError(f"{mode.value}: {t} tokens for {b} requests (one each)")
         self._check_spec(b)
         self._check_host_lengths(b, t)
         check_starts("cu_seqlens_q", self.cu_seqlens_q, t, self.query_lens_host)
@@ -149,14 +158,20 @@ class ForwardBatch:
         if lens is not None:
             integers("query_lens_host", lens[:1])
         if lens is None:
-            check(t <= b * most, f"{t} tokens of {b} requests: more than max_q_len {most} each")
+            if t > b * most:
+                raise BatchError(f"{t} tokens of {b} requests: more than max_q_len {most} each")
         else:
-            check(len(lens) == b, f"query_lens_host has {len(lens)} lengths for {b} requests")
-            check(sum(lens) == t, f"query lengths add up to {sum(lens)}, positions hold {t}")
+            if len(lens) != b:
+                raise BatchError(f"query_lens_host has {len(lens)} lengths for {b} requests")
+            if sum(lens) != t:
+                raise BatchError(f"query lengths add up to {sum(lens)}, positions hold {t}")
             low, top = min(lens, default=0), max(lens, default=0)
-            check(low >= 0, f"negative length {low} in query_lens_host")
-            check(top <= most, f"max_q_len {most} is below {top}")
-            check(mode not in DECODE_MODES or top <= 1, f"{mode.value} of {top} tokens (one each)")
+            if low < 0:
+                raise BatchError(f"negative length {low} in query_lens_host")
+            if top > most:
+                raise BatchError(f"max_q_len {most} is below {top}")
+            if mode in DECODE_MODES and top > 1:
+                raise BatchError(f"{mode.value} of {top} tokens (one each)")
         views = ((n, v) for n, v in self.views.items() if n != "cross")  # of an encoder's lengths
         known = {n: v.seq_lens_host for n, v in views if v.seq_lens_host}
         for name, keys in known.items():
@@ -170,18 +185,24 @@ class ForwardBatch:
     def _check_spec(self, b: int) -> None:
         mode, spec = self.forward_mode, self.spec
         if mode is not ForwardMode.TARGET_VERIFY:
-            plain = spec is None or spec.tree_mask is None
-            return check(plain, f"{mode.value} with a tree_mask (only target_verify takes one)")
+            if spec is not None and spec.tree_mask is not None:
+                raise BatchError(f"{mode.value} with a tree_mask (only target_verify takes one)")
+            return
         if spec is None:
             raise BatchError("target_verify without spec (SpecInfo)")
         n, mask = spec.num_draft_tokens, spec.tree_mask
-        check(self.num_tokens == b * n, f"{self.num_tokens} tokens for {b} requests of {n} drafts")
-        even = all(q == n for q in self.query_lens_host or ())
-        check(even, f"query_lens_host has other lengths than {n}, the drafts of each request")
-        check(spec.topk == 1 or mask is not None, f"topk {spec.topk} without a tree_mask")
+        if self.num_tokens != b * n:
+            raise BatchError(f"{self.num_tokens} tokens for {b} requests of {n} drafts")
+        if any(q != n for q in self.query_lens_host or ()):
+            raise BatchError(
+                f"query_lens_host has other lengths than {n}, the drafts of each request"
+            )
+        if spec.topk != 1 and mask is None:
+            raise BatchError(f"topk {spec.topk} without a tree_mask")
         if mask is not None:
             check_tensor("tree_mask", mask, torch.bool, (b, n, n))
-            check(mask.device == self.positions.device, f"tree_mask on {mask.device}")
+            if mask.device != self.positions.device:
+                raise BatchError(f"tree_mask on {mask.device}")
 
     @classmethod
     def build(

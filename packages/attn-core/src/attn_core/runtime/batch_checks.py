@@ -1,4 +1,7 @@
-"""Checks of a batch's tensors, which read no value on a device."""
+"""Checks of a batch's tensors, which read no value on a device.
+
+They run in every pass, so no text is made before there is an error.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,6 @@ from torch import Tensor
 
 from attn_core.cache.state_pool import CHUNK_SIZE
 from attn_core.errors import BatchError
-
-
-def check(ok: bool, message: str) -> None:
-    """Raise BatchError unless `ok`."""
-    if not ok:
-        raise BatchError(message)
 
 
 def check_instance(name: str, value: object, kind: type) -> None:
@@ -36,7 +33,8 @@ def integers(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
 def check_number(name: str, value: int) -> None:
     """Raise BatchError unless `value` is an integer of 0 or more, on the host."""
     [number] = integers(name, [value])
-    check(number >= 0, f"{name} {value} (expected 0 or more)")
+    if number < 0:
+        raise BatchError(f"{name} {value} (expected 0 or more)")
 
 
 def check_tensor(
@@ -46,7 +44,7 @@ def check_tensor(
 
     rows: the rows may lie apart.
     """
-    if not isinstance(t, Tensor):  # no text is made before it is needed: this runs in every pass
+    if not isinstance(t, Tensor):
         raise BatchError(f"{name} is {type(t).__name__} (expected a tensor of {dtype})")
     if t.dtype != dtype:
         raise BatchError(f"{name} is {t.dtype} (expected {dtype})")
@@ -71,10 +69,12 @@ def check_starts(
     if type(cu_seqlens) is not Tensor or not cu_seqlens.is_cpu or torch.compiler.is_compiling():
         return
     starts: list[int] = cu_seqlens.tolist()
-    cut = starts[:1] == [0] and starts[-1] <= tokens and starts == sorted(starts)
-    check(cut, f"{name} {starts[:9]} (expected to rise from 0 to at most {tokens}, the tokens)")
-    same = lens is None or [*accumulate(lens, initial=0)] == starts
-    check(same, f"{name} {starts[:9]} of other lengths than {list(lens or ())[:8]}, on the host")
+    if starts[:1] != [0] or starts[-1] > tokens or starts != sorted(starts):
+        raise BatchError(
+            f"{name} {starts[:9]} (expected to rise from 0 to at most {tokens}, the tokens)"
+        )
+    if lens is not None and [*accumulate(lens, initial=0)] != starts:
+        raise BatchError(f"{name} {starts[:9]} of other lengths than {list(lens)[:8]}, on the host")
 
 
 def num_chunks(query_lens: Sequence[int]) -> int:
@@ -94,7 +94,8 @@ def check_states(
     optional = {"state_slots_out": slots_out, "state_fresh": fresh, "checkpoint_slots": checkpoints}
     present = {name: x for name, x in optional.items() if x is not None}
     if slots is None:
-        check(not present, f"{' and '.join(present)} without state_slots")
+        if present:
+            raise BatchError(f"{' and '.join(present)} without state_slots")
         return set()
     check_tensor("state_slots", slots, torch.int32, (b,))
     for name, x in present.items():
@@ -102,8 +103,8 @@ def check_states(
         check_tensor(name, x, dtype, (None if name == "checkpoint_slots" else b,))
     if checkpoints is not None and query_lens is not None:
         chunks, count = num_chunks(query_lens), checkpoints.shape[0]
-        check(
-            count == chunks,
-            f"checkpoint_slots has {count} slots for {chunks} chunks of {CHUNK_SIZE} tokens",
-        )
+        if count != chunks:
+            raise BatchError(
+                f"checkpoint_slots has {count} slots for {chunks} chunks of {CHUNK_SIZE} tokens"
+            )
     return {str(x.device) for x in (slots, *present.values())}

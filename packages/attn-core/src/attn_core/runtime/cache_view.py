@@ -8,12 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_core.runtime.batch_checks import (
-    check,
-    check_number,
-    check_tensor,
-    integers,
-)
+from attn_core.errors import BatchError
+from attn_core.runtime.batch_checks import check_number, check_tensor, integers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +25,7 @@ class CacheView:
     max_seq_len: the largest of seq_lens, or an upper bound, known on the host. In a captured pass
     it bounds all replays: the tokens that the table has columns for.
     seq_lens_host: seq_lens on the host.
+    page_size: that of out_cache_loc, in tokens, which has to be the pool's; None is not compared.
     """
 
     page_table: Tensor
@@ -36,6 +33,7 @@ class CacheView:
     out_cache_loc: Tensor | None
     max_seq_len: int
     seq_lens_host: tuple[int, ...] | None = None
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         check_tensor("page_table", self.page_table, torch.int32, (None, None), rows=True)
@@ -45,15 +43,19 @@ class CacheView:
             check_tensor("out_cache_loc", self.out_cache_loc, torch.int64, (None,))
         tensors = (self.page_table, self.seq_lens, self.out_cache_loc)
         devices = {str(t.device) for t in tensors if t is not None}
-        check(len(devices) == 1, f"a cache view on several devices: {sorted(devices)}")
+        if len(devices) > 1:
+            raise BatchError(f"a cache view on several devices: {sorted(devices)}")
         check_number("max_seq_len", self.max_seq_len)
         host = self.seq_lens_host
         if host is not None:
             integers("seq_lens_host", host[:1])  # one says it: a pass has no time for all
-            check(len(host) == b, f"seq_lens_host has {len(host)} lengths for {b} requests")
+            if len(host) != b:
+                raise BatchError(f"seq_lens_host has {len(host)} lengths for {b} requests")
             low, top = min(host, default=0), max(host, default=0)
-            check(low >= 0, f"negative length {low} in seq_lens_host")
-            check(top <= self.max_seq_len, f"max_seq_len {self.max_seq_len} is below {top}")
+            if low < 0:
+                raise BatchError(f"negative length {low} in seq_lens_host")
+            if top > self.max_seq_len:
+                raise BatchError(f"max_seq_len {self.max_seq_len} is below {top}")
 
     @classmethod
     def build(
@@ -73,14 +75,21 @@ class CacheView:
         """
         check_tensor("page_table", page_table, torch.int32, (None, None), rows=True)
         [page_size] = integers("page_size", [page_size])
-        check(page_size >= 1, f"page_size {page_size} (expected 1 or more)")
+        if page_size < 1:
+            raise BatchError(f"page_size {page_size} (expected 1 or more)")
         device, capacity = page_table.device, page_table.shape[1] * page_size
         seq_lens, new_lens = integers("lengths", seq_lens), integers("query lengths", new_lens)
-        check(len(seq_lens) == len(new_lens) == page_table.shape[0], "one length per table row")
+        if not len(seq_lens) == len(new_lens) == page_table.shape[0]:
+            raise BatchError(
+                f"{len(seq_lens)} lengths and {len(new_lens)} query lengths for a page table of "
+                f"{page_table.shape[0]} rows (expected one length per table row)"
+            )
         longest = max(seq_lens, default=0)
-        check(longest <= capacity, f"seq_len {longest} > {capacity}")
+        if longest > capacity:
+            raise BatchError(f"seq_len {longest} > {capacity}")
         bad = [(n, s) for n, s in zip(new_lens, seq_lens, strict=True) if not 0 <= n <= s]
-        check(not bad, f"{bad[0][0]} new tokens in a length of {bad[0][1]}" if bad else "")
+        if bad:
+            raise BatchError(f"{bad[0][0]} new tokens in a length of {bad[0][1]}")
         slots = None
         if writes:
             rows = torch.repeat_interleave(
@@ -95,6 +104,7 @@ class CacheView:
             out_cache_loc=slots,
             max_seq_len=longest,
             seq_lens_host=seq_lens,
+            page_size=page_size,
         )
 
 

@@ -78,8 +78,17 @@ def refuse_pages(config: BackendConfig, caches: CachePool) -> None:
 
 
 def refuse_lengths(batch: ForwardBatch, page_size: int) -> None:
-    """Raise BatchError for more keys than a page table has columns for, where the host knows."""
+    """Raise BatchError for a view of other pages, and for more keys than its table has columns for.
+
+    The latter where the host knows the lengths.
+    """
     for name, view in batch.views.items():
+        if view.page_size not in (None, page_size):
+            raise BatchError(
+                f"view {name!r} was built for pages of {view.page_size} tokens, the pool has pages "
+                f"of {page_size}: its slots would be those of other tokens; build it with the "
+                "pool's page_size"
+            )
         capacity = view.page_table.shape[1] * page_size
         if view.max_seq_len <= capacity:  # an upper bound, which may be above it
             continue

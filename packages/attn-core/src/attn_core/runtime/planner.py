@@ -89,9 +89,10 @@ class Planner:
     def init_forward_metadata(self, batch: ForwardBatch) -> Metadata:
         """Plan this pass with its backends, once, before its first layer; None if idle.
 
-        Raises UnsupportedError if the backend's row cannot verify the drafts, BatchError for a
-        request of more tokens than its page table has columns for, where the host knows, and on a
-        CPU for lengths on the host that are not those of the tensor.
+        Raises UnsupportedError if the backend's row cannot verify the drafts, BatchError for a view
+        of other pages than the pool's, for a request of more tokens than its page table has columns
+        for, where the host knows, and on a CPU for lengths on the host that are not those of the
+        tensor.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
@@ -126,11 +127,12 @@ class Planner:
 
         pick: one of pickers.by_length, for a graph of some lengths; by default that of all lengths
         of the workload. Raises UnsupportedError if the backend of this pass is not captured, or not
-        in this mode.
+        in this mode, and BatchError as init_forward_metadata does.
         """
         mode = batch.forward_mode
         if mode is ForwardMode.IDLE:
             return None
+        refuse_lengths(batch, self.caches.page_size)
         pick = pick or self.pickers.captured(mode, size_of(batch))
         for backend in self._backends(batch, pick):
             refuse_capture(backend.config, batch, self.captured)

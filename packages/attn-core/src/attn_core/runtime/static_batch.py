@@ -72,6 +72,7 @@ class StaticBatch:
                 seq_lens=lengths.tensor,
                 out_cache_loc=slots.tensor,
                 max_seq_len=table.shape[1] * config.page_size,
+                page_size=config.page_size,
             )
         positions = static(torch.arange(self.padded_len - query_len, self.padded_len, device="cpu"))
         self._other_tensors.append(positions)
@@ -186,6 +187,9 @@ class StaticBatch:
                 return f"the batch has no view {name!r} (has {sorted(batch.views)})"
             if batch.views[name].out_cache_loc is None:
                 return f"view {name!r} has no out_cache_loc: a captured step writes new K and V"
+            pages = batch.views[name].page_size
+            if pages not in (None, static.page_size):
+                return f"view {name!r} was built for pages of {pages}, not of {static.page_size}"
             longest, limit = batch.views[name].max_seq_len, static.max_seq_len
             if longest > limit:
                 table = f"the static page table holds {limit}"

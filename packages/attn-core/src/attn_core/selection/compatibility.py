@@ -8,11 +8,11 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from attn_core.dtypes import PLAIN_DTYPES
 from attn_core.formatting import listing
 from attn_core.plugins.dependencies import Libraries, alternatives, shortfall
 from attn_core.selection.dual_chunk_gaps import chunk_layer_gaps, chunk_page_gaps, most_drafts
 from attn_core.selection.mismatch import Fix, FixCost, Mismatch, Target
+from attn_core.selection.store_gaps import store_gaps
 from attn_core.spec.capabilities import ANY_TOPK, Capabilities, places
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Family, Phase, VerifyMode
@@ -200,31 +200,7 @@ def _head_dim_gaps(
 
 
 def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
-    store = needs.store_dtype
-    mixed = store in PLAIN_DTYPES and store != needs.dtype and not row.kv_dtype_may_differ
-    follows = needs.kv_cache_dtype == "auto" and needs.dtype not in row.dtypes  # said already
-    if (store not in row.kv_dtypes or mixed) and not follows:
-        options = sorted(
-            d for d in row.kv_dtypes if d not in PLAIN_DTYPES or row.kv_dtype_may_differ
-        )
-        if needs.dtype in row.kv_dtypes or needs.dtype not in row.dtypes:
-            options.append("auto")  # it follows the dtype, which has to change where it is refused
-        costs = {
-            d: FixCost.FLAG if d[:3] == store[:3] else FixCost.FLAG + 1 for d in options
-        }  # FP8 stays FP8
-        fixes = [
-            _fix(f"--kv-cache-dtype {d}", costs[d], kv_cache_dtype=d)
-            for d in sorted(options, key=costs.__getitem__)
-            if d != needs.kv_cache_dtype
-        ]
-        if needs.dtype in row.dtypes:
-            fixes += [
-                _fix(f"--dtype {d}", FixCost.DTYPE, dtype=d)
-                for d in sorted(row.dtypes & row.kv_dtypes - {needs.dtype})
-            ]
-        requested = f"{store} of a {needs.dtype} model" if mixed else store
-        supported = options if mixed else sorted(row.kv_dtypes)
-        yield _gap("kv_cache_dtype", requested, ", ".join(supported), fixes)
+    yield from store_gaps(row, needs)
     page = needs.page_size
     if page is not None and not takes_page(row, page):
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""

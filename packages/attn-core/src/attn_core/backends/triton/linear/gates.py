@@ -12,6 +12,7 @@ NO_GATE = tl.constexpr(0)  # g is the log decay, and beta is used as it is
 SOFTPLUS = tl.constexpr(1)
 BOUNDED = tl.constexpr(2)
 NOTHING_LEFT = tl.constexpr(-104.0)  # exp of it is 0 in float32, with its smallest numbers too
+COARSE = tl.constexpr(1024.0)  # of a unit: 64 log decays of -104 at least add up without rounding
 # The dimension of the rows of a tile, see channels. Triton hands the threads of a warp to the last
 # dimension and then, up to 3.6, to the first, since to the second.
 ROWS = tl.constexpr(0 if triton.__version__.startswith(("3.4.", "3.5.", "3.6.")) else 1)
@@ -53,6 +54,15 @@ def log_decay(x, a_log, bias, lower_bound, C: tl.constexpr):
         y = tl.exp(a_log) * (g + bias)
         g = lower_bound / (1.0 + tl.exp(-y))
     return tl.where(g < NOTHING_LEFT, NOTHING_LEFT, g)  # and a NaN stays one
+
+
+@triton.jit
+def coarse_part(g):
+    """Return log decays rounded down to parts of COARSE: sums of these are exact in float32.
+
+    After strong forgetting, decays are small differences of large sums, which would be off by 1e-4.
+    """
+    return tl.floor(g * COARSE) / COARSE
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.linear.gates import (
+    coarse_part,
     head_ptr,
     head_weights,
     log_decay,
@@ -24,7 +25,6 @@ from attn_core.backends.triton.linear.solve import inverse, multiplied
 
 CHUNK = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
-COARSE = tl.constexpr(1024.0)  # of a unit: 64 log decays of -104 at least add up without rounding
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def decays(g, i, EXACT: tl.constexpr):
     of 16 bits do not show.
     """
     if EXACT:
-        coarse = tl.floor(g * COARSE) / COARSE
+        coarse = coarse_part(g)
         rest = tl.cumsum(g - coarse, 0)
         G = tl.cumsum(coarse, 0)
         until = (tl.sum(coarse, 0) - G) + (tl.sum(g - coarse, 0) - rest)

@@ -57,25 +57,33 @@ def apart(row, after, left, ahead, i, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def halved(q, k, c, SIZE: tl.constexpr):
+def sums_after(g):
+    """Return the sum of log decays [B, N, D] after each token, among its N."""
+    return tl.cumsum(g, 1, reverse=True) - g
+
+
+@triton.jit
+def halved(q, k, g, SIZE: tl.constexpr):
     """Return q and k of second halves of SIZE tokens, k of first ones, each with its decay.
 
-    q, k, c: [4, 16, D]; c is the sum of log decays since a block's start. The rest is 0.
+    q, k, g: [4, 16, D]; g are log decays. The rest is 0. Each half is summed by itself: after
+    strong forgetting, differences of the block's sums would be off by 1e-4.
     """
     pairs: tl.constexpr = 32 // SIZE
     at = tl.arange(0, 2 * SIZE)[None, :, None]
-    dims: tl.constexpr = (pairs, 2 * SIZE, c.shape[2])
-    own = tl.reshape(c, dims)
-    last = tl.sum(tl.where(at == SIZE - 1, own, 0.0), 1)[:, None, :]
-    decay = power(tl.where(at < SIZE, last - own, own - last))
+    dims: tl.constexpr = (pairs, 2 * SIZE, g.shape[2])
+    halves = tl.reshape(g, (2 * pairs, SIZE, g.shape[2]))
+    since = tl.reshape(tl.cumsum(halves, 1), dims)
+    until = tl.reshape(sums_after(halves), dims)
+    decay = power(tl.where(at < SIZE, until, since))
     second = tl.where(at < SIZE, 0.0, decay)
-    first = tl.reshape(tl.reshape(k, dims) * (decay - second), c.shape)
-    second = tl.reshape(second, c.shape)
+    first = tl.reshape(tl.reshape(k, dims) * (decay - second), g.shape)
+    second = tl.reshape(second, g.shape)
     return q * second, k * second, first
 
 
 @triton.jit
-def within_exactly(q, k, c, dtype: tl.constexpr, C: tl.constexpr):
+def within_exactly(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
     """Do what `within` does, for any tokens: no factor is above 1, so none is rounded more."""
     r = tl.arange(0, 16)
     L = tl.zeros([4, 16, 16], tl.float32)
@@ -83,7 +91,7 @@ def within_exactly(q, k, c, dtype: tl.constexpr, C: tl.constexpr):
     P = tl.dot(q.to(dtype), columns, input_precision=C.PRECISION)
     P = tl.where((r[:, None] == r[None, :])[None, :, :], P, 0.0)
     for level in tl.static_range(4):
-        q_row, k_row, column = halved(q, k, c, 2**level)
+        q_row, k_row, column = halved(q, k, g, 2**level)
         column = tl.permute(column.to(dtype), (0, 2, 1))
         same = (r[:, None] // 2 ** (level + 1)) == (r[None, :] // 2 ** (level + 1))
         found = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
@@ -128,7 +136,7 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
     inside = i < tl.load(chunks.count + chunk)
     dtype: tl.constexpr = inputs.k.ptr.dtype.element_ty
     stored: tl.constexpr = work.k_in.dtype.element_ty
-    second = (tl.arange(0, 4) >= 2)[:, None]  # blocks of the second half
+    b = tl.arange(0, 4)[:, None]  # a chunk's blocks of 16; the last two are its second half
     k_norm = tl.full([CHUNK], 1.0, tl.float32)
     q_norm = k_norm * numbers.scale
     if C.NORM:
@@ -148,22 +156,24 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         g = in_blocks(tl.where(inside[:, None], g, 0.0))
         c = tl.cumsum(g, 1)  # from a block's start
         block = tl.sum(g, 1)
-        half = tl.sum(tl.where(second, 0.0, block), 0)
+        last = tl.sum(tl.where(b == 3, block, 0.0), 0)
+        third = tl.sum(tl.where(b == 2, block, 0.0), 0)
+        second = tl.sum(tl.where(b == 1, block, 0.0), 0)
         total = tl.sum(block, 0)
         before = tl.cumsum(block, 0) - block  # from the chunk's start to a block's
         tl.store(work.decay + at * C.K + d, power(total))
 
         k = load_rows(inputs.k, first, i, h, d, inside).to(tl.float32)
         k = in_blocks(k * k_norm[:, None])
-        left = k * power(block[:, None, :] - c)
-        until = power(tl.minimum(total[None, :] - before - block, 0.0))[:, None, :]
+        left = k * power(sums_after(g) if dtype == tl.float32 else block[:, None, :] - c)
+        until = tl.where(b == 1, third + last, tl.where(b == 2, last, 0.0))
+        until = power(tl.where(b == 0, second + (third + last), until))[:, None, :]
         tl.store(work.k_out + rows, flat(left * until, stored))
-        ahead = tl.minimum(half[None, :] - before - block, 0.0)
-        ahead = power(tl.where(second, -float("inf"), ahead))[:, None, :]
-        ahead = flat(left * ahead, dtype)
+        ahead = tl.where(b == 0, second, tl.where(b == 1, 0.0, -float("inf")))
+        ahead = flat(left * power(ahead)[:, None, :], dtype)
         left = flat(left, dtype)
         since = power(before)[:, None, :]
-        after = tl.where(second, tl.minimum(before - half[None, :], 0.0), -float("inf"))
+        after = tl.where(b == 3, third, tl.where(b == 2, 0.0, -float("inf")))
         after = power(after)[:, None, :]
 
         q = load_rows(inputs.q, first, i, h, d, inside).to(tl.float32)
@@ -177,7 +187,7 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         if dtype == tl.bfloat16:
             near = within(q, k, g, dtype, C)
         else:
-            near = within_exactly(q, k, c, dtype, C)
+            near = within_exactly(q, k, g, dtype, C)
         near_L += near[0]
         near_P += near[1]
     L = on_diagonal(near_L, L, i)

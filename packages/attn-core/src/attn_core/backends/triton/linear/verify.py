@@ -16,6 +16,7 @@ from attn_core.backends.triton.linear.decode import find_tile, load_state, store
 from attn_core.backends.triton.linear.gates import (
     ROWS,
     channels,
+    coarse_part,
     head_norm,
     head_ptr,
     head_weights,
@@ -44,6 +45,12 @@ def norms_of_drafts(x, eps, NORM: tl.constexpr):
     if NORM:
         norm = tl.rsqrt(tl.sum(x * x, 1) + eps)
     return norm
+
+
+@triton.jit
+def along_path(x, sees):
+    """Return the sum of x [DRAFTS] over each draft and the drafts that it sees."""
+    return x + tl.sum(tl.where(sees, x[None, :], 0.0), 1)
 
 
 @triton.jit(do_not_specialize=["drafts"])
@@ -97,8 +104,16 @@ def verify_gdn(
     if C.TREE:
         m_at = mask + (token + i)[:, None] * drafts + i[None, :]
         sees = sees & (tl.load(m_at, mask=sees & inside[:, None], other=0) != 0)
-    G = g + tl.sum(tl.where(sees, g[None, :], 0.0), 1)
-    decay = tl.where(sees, G[:, None] - G[None, :], -float("inf"))
+    if k.dtype == tl.float32:
+        coarse = coarse_part(g)
+        G = along_path(coarse, sees)
+        rest = along_path(g - coarse, sees)
+        between = (G[:, None] - G[None, :]) + (rest[:, None] - rest[None, :])
+        G += rest
+    else:
+        G = along_path(g, sees)
+        between = G[:, None] - G[None, :]
+    decay = tl.where(sees, between, -float("inf"))
     own = i[:, None] == i[None, :]
     decay = tl.exp(tl.where(own, 0.0, decay))
     grown = tl.exp(G)
@@ -157,6 +172,7 @@ def verify_kda(
     if slot < 0:
         return
     record = tl.load(slots.write + b).to(tl.int64)
+    EXACT: tl.constexpr = inputs.k.ptr.dtype.element_ty == tl.float32
     d = channels(C.K, states.ptr.dtype.element_ty)
     i = tl.arange(0, DRAFTS)
     row = first + tl.arange(0, BV)
@@ -165,6 +181,7 @@ def verify_kda(
     U = tl.zeros([BV, DRAFTS], tl.float32)
     keys = tl.zeros_like(over_channels(i) + over_rows(d)).to(tl.float32)
     sums = keys
+    rests = keys  # of tokens of float32: see coarse_part
     for s in tl.range(drafts, num_stages=2):  # loads the next draft ahead
         token = b * drafts + s
         k = load_head(inputs.k, token, hv // C.GROUP, d, numbers.eps, False)
@@ -176,9 +193,16 @@ def verify_kda(
         if C.TREE:
             sees = tl.load(mask + token * drafts + i, mask=sees, other=0) != 0
         parent = tl.max(tl.where(sees, i, -1), 0)
-        G = g + tl.sum(tl.where(over_channels(i == parent), sums, 0.0), ROWS)
-        decay = tl.exp(tl.where(over_channels(sees), over_rows(G) - sums, -float("inf")))
+        coarse = coarse_part(g) if EXACT else g
+        G = coarse + tl.sum(tl.where(over_channels(i == parent), sums, 0.0), ROWS)
+        between = over_rows(G) - sums
         sums = tl.where(over_channels(i == s), over_rows(G), sums)
+        if EXACT:
+            R = g - coarse + tl.sum(tl.where(over_channels(i == parent), rests, 0.0), ROWS)
+            between += over_rows(R) - rests
+            rests = tl.where(over_channels(i == s), over_rows(R), rests)
+            G += R
+        decay = tl.exp(tl.where(over_channels(sees), between, -float("inf")))
         grown = tl.exp(G)
         from_k = over_k(S * over_rows(k * grown))
         from_q = over_k(S * over_rows(q * grown))
