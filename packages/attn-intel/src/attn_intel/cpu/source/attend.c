@@ -185,12 +185,14 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         for (int h = 0; h < item->heads; h++) {
             State to = state_of(a, item, &s, states, h);
             int64_t head = item->head + h;
-            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
-            k_ahead.n = list_ahead(a, item, h, a->k, then.k, a->k_head, next, k_ahead.rows);
+            Ahead k_ahead, v_ahead;
+            v_ahead.n = 0;
+            list_ahead(a, item, h, a->k, then.k, a->k_head, next, a->head_dim * BYTES[a->kv_type],
+                       &k_ahead);
             read_rows(a, type, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
             if (a->v) {
-                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
-                v_ahead.n = list_ahead(a, item, h, a->v, then.v, a->v_head, next, v_ahead.rows);
+                list_ahead(a, item, h, a->v, then.v, a->v_head, next,
+                           a->v_head_dim * BYTES[a->kv_type], &v_ahead);
                 read_rows(a, type, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row,
                           s.v_rows, v_rows);
             }
@@ -204,7 +206,8 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                 int columns = columns_seen(a, item, row, some, &tokens);
                 if (!columns) continue;
                 if (few) {
-                    few_scores(type, rows, n, (int)s.words, q, k_rows, s.scores, &k_ahead);
+                    few_scores(type, rows, n, (int)s.words, q, k_rows, s.scores, &k_ahead,
+                               few_values && !a->v ? 2 : 1);
 #if LEVEL_NUMBER == 3
                 } else if (turned) {
                     scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS,
@@ -218,7 +221,7 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                     careful_outputs(some, (int)s.columns, n, s.p, values, x, s.columns);
                 } else if (few_values) {
                     few_outputs(type, rows, (int)s.columns, n, s.p, values, x, s.columns,
-                                a->v ? &v_ahead : NULL);
+                                a->v ? &v_ahead : &k_ahead);
                 } else {
                     if (!packed++)
                         pack_values(values, n, tokens.steps, (int)s.columns, s.values, &v_ahead);

@@ -31,17 +31,21 @@ INLINE vec sums_of_each(vec *x) {
     return x[0];
 }
 
+/* Into how many blocks rows fall; keys that are multiplied with a block at a time. */
+INLINE int blocks_of(int rows) { return (rows - 1) / AT_ONCE + 1; }
+INLINE int keys_each(int rows) { return W == 16 ? 1 : rows <= 2 ? 4 : 2; }
+
 /* Scores of W keys, of which the first n exist. Enough sums at a time hide how long each takes. */
 INLINE void few_scores_of(const int type, const int rows, int n, int words, const float *q,
-                          const char **keys, float *scores, const Ahead *ahead, int first) {
+                          const char **keys, float *scores, Ahead *ahead, int lines) {
     enum { EACH = W == 8 ? 4 : 1 };
-    const int each = W == 16 ? 1 : rows <= 2 ? 4 : 2; /* keys at a time */
+    const int each = keys_each(rows);
     vec sums[AT_ONCE][W + EACH];
     for (int i = 0; i < n; i += each) {
         vec now[EACH][AT_ONCE];
         const char *key[EACH];
+        ask_for_lines(ahead, lines);
         for (int e = 0; e < each; e++) {
-            if (ahead) ask_for(ahead, first + i + e);
             key[e] = keys[i + e < n ? i + e : i];
             for (int r = 0; r < rows; r++) now[e][r] = all(0);
         }
@@ -68,14 +72,17 @@ INLINE void few_scores_of(const int type, const int rows, int n, int words, cons
 /* Outputs of `vectors` columns: c [rows, vectors · W] += p · values of n keys. */
 INLINE void few_outputs_of(const int type, const int rows, const int vectors, int n,
                            const float *p, const char **values, int64_t column, float *c,
-                           int64_t c_row, const Ahead *ahead) {
+                           int64_t c_row, Ahead *ahead, int lines) {
     vec sums[AT_ONCE][4];
+    if (W == 8) ask_for_lines(ahead, lines);
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < vectors; j++) sums[r][j] = load(c + r * c_row + j * W);
+#if W == 8
+#pragma GCC unroll 2
+#endif
     for (int key = 0; key < n; key += KS) {
         vec right[4];
-        if (ahead)
-            for (int i = key; i < key + KS; i++) ask_for(ahead, i);
+        if (W == 16) ask_for_lines(ahead, lines);
 #if PAIRS
         const char *first = values[key] + 2 * column;
         /* an absent last key counts 0 times, so the one before stands for it */
@@ -102,33 +109,33 @@ INLINE void few_outputs_of(const int type, const int rows, const int vectors, in
 #define CASES_OF_ROWS(CALL) CALL(1) CALL(2) CALL(3) CALL(4) CALL(5) CALL(6)
 
 INLINE void few_scores_in(const int type, int rows, int n, int words, const number *q,
-                          const char **keys, float *scores, const Ahead *ahead) {
-    for (int key = 0; key < n; key += W)
-        for (int row = 0; row < rows; row += AT_ONCE) {
+                          const char **keys, float *scores, Ahead *ahead, int parts) {
+    int lines = lines_each(ahead, parts * blocks_of(rows) * ((n - 1) / keys_each(rows) + 1));
+    for (int row = 0; row < rows; row += AT_ONCE)
+        for (int key = 0; key < n; key += W) {
             const float *left = (const float *)q + (int64_t)row * words;
+            float *to = scores + row * KEYS + key;
             int some = n - key < W ? n - key : W;
 #define SCORES(R) \
-    case R: \
-        few_scores_of(type, R, some, words, left, keys + key, scores + row * KEYS + key, \
-                      row ? NULL : ahead, key); \
-        break;
+    case R: few_scores_of(type, R, some, words, left, keys + key, to, ahead, lines); break;
             switch (rows - row < AT_ONCE ? rows - row : AT_ONCE) { CASES_OF_ROWS(SCORES) }
         }
 }
 
 /* columns: a multiple of 2 · W where products are of pairs. */
 INLINE void few_outputs_in(const int type, int rows, int columns, int n, const number *p,
-                           const char **values, float *c, int64_t c_row, const Ahead *ahead) {
+                           const char **values, float *c, int64_t c_row, Ahead *ahead) {
     int least = rows <= 2 ? 4 : NV; /* vectors that are enough sums at a time */
+    int times = blocks_of(rows) * ((columns - 1) / (least * W) + 1) * (W == 8 ? 1 : (n - 1) / KS + 1);
+    int lines = lines_each(ahead, times);
     for (int column = 0, vectors; column < columns; column += vectors * W) {
         vectors = column + least * W <= columns ? least : KS;
         for (int row = 0; row < rows; row += AT_ONCE) {
             const float *left = (const float *)(p + row * KEYS);
             float *to = c + row * c_row + column;
-            const Ahead *asked = row || column ? NULL : ahead;
 #define OUTPUTS_OF(R, V) \
     case R * 8 + V: \
-        few_outputs_of(type, R, V, n, left, values, column, to, c_row, asked); \
+        few_outputs_of(type, R, V, n, left, values, column, to, c_row, ahead, lines); \
         break;
 #if W == 8
 #define OUTPUTS(R) OUTPUTS_OF(R, 1) OUTPUTS_OF(R, 2) OUTPUTS_OF(R, 4)
@@ -142,15 +149,19 @@ INLINE void few_outputs_in(const int type, int rows, int columns, int n, const n
     }
 }
 
-/* type: of keys, and of values, as `load_words` takes it. */
+/*
+ * type: of keys, and of values, as `load_words` takes it. Of the lines ahead one of `parts` is
+ * asked for meanwhile, by `few_outputs` all that are left.
+ */
 static void few_scores(int type, int rows, int n, int words, const number *q, const char **keys,
-                       float *scores, const Ahead *ahead) {
-    if (PAIRS || type == NUMBERS) few_scores_in(NUMBERS, rows, n, words, q, keys, scores, ahead);
-    else few_scores_in(BF16, rows, n, words, q, keys, scores, ahead);
+                       float *scores, Ahead *ahead, int parts) {
+    const int same = PAIRS || type == NUMBERS;
+    if (same) few_scores_in(NUMBERS, rows, n, words, q, keys, scores, ahead, parts);
+    else few_scores_in(BF16, rows, n, words, q, keys, scores, ahead, parts);
 }
 
 static void few_outputs(int type, int rows, int columns, int n, const number *p,
-                        const char **values, float *c, int64_t c_row, const Ahead *ahead) {
+                        const char **values, float *c, int64_t c_row, Ahead *ahead) {
     if (PAIRS || type == NUMBERS) few_outputs_in(NUMBERS, rows, columns, n, p, values, c, c_row, ahead);
     else few_outputs_in(BF16, rows, columns, n, p, values, c, c_row, ahead);
 }
