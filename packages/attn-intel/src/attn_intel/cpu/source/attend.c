@@ -106,16 +106,6 @@ typedef struct {
     int first, n, columns, steps;
 } Tokens;
 
-/* What a request has: queries, and keys in all. */
-static int queries_of(const Attention *a, int request) {
-    return a->cu_seqlens_q[request + 1] - a->cu_seqlens_q[request];
-}
-
-static int length_of(const Attention *a, int request) {
-    return a->cu_seqlens_k ? a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request]
-                           : a->seq_lens[request];
-}
-
 /* How many of the keys, in whole vectors, are up to the last that some rows of an item see. */
 static int columns_seen(const Attention *a, const Item *item, int row, int some,
                         const Tokens *tokens) {
@@ -168,10 +158,12 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         memset(to.sums, 0, rows * sizeof *to.sums);
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
-    /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
-    const int few = rows <= FEW, together = rows <= 6 ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
+    const int few = rows <= FEW; /* which gain nothing from packing */
     int whole = a->head_dim == s.k_row && (!a->v || a->v_head_dim == s.v_row);
     int type = few && whole && !careful && a->kv_type == BF16 ? BF16 : NUMBERS;
+    /* what is asked for ahead should stay in the cache */
+    int wide = few && type == F32;
+    const int together = rows <= 6 || wide ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
     Places at, then;
     locate(a, request, item->first, least(together, item->end - item->first), &at);
     for (int first = item->first; first < item->end; first += together) {
@@ -232,6 +224,10 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         }
         at = then;
     }
+#if W == 8
+    for (int h = 0; type == BF16 && h < item->heads; h++)
+        put_in_order(state_of(a, item, &s, states, h).x, rows * s.columns);
+#endif
 }
 
 /* Write the rows of all heads or, where a merge comes, leave them. Returns whether all are finite. */

@@ -8,12 +8,39 @@
  * by two vectors take 15 of AVX2's 16 registers.
  */
 enum { FEW = W == 8 ? 16 : 6, AT_ONCE = 6 };
+enum { LEAST = W == 8 ? 2 : KS }; /* vectors of values that are multiplied together */
 enum { NUMBERS = PAIRS ? BF16 : F32 }; /* the type that products take as it is */
 
 /* A vector from the word-th of a row of NUMBERS or, where those are float32, of BF16. */
 INLINE vec load_words(const int type, const char *row, int64_t word) {
     return type == NUMBERS ? load(row + 4 * word) : from_bf16(row + 2 * word);
 }
+
+/*
+ * Two vectors of a row of values. Of bfloat16 those of even columns come first, then those of odd
+ * ones: both become float32 where they lie, by a shift and by a mask.
+ */
+INLINE void load_two(const int type, const char *row, int64_t column, vec *x) {
+    if (type == NUMBERS) {
+        x[0] = load(row + 4 * column);
+        x[1] = load(row + 4 * (column + W));
+    } else {
+        uvec pairs = (uvec)load(row + 2 * column);
+        x[0] = (vec)(pairs << 16);
+        x[1] = (vec)(pairs & 0xffff0000u);
+    }
+}
+
+#if W == 8
+/* Put n sums of such values into the order of their columns. */
+static void put_in_order(float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += 2 * W) {
+        vec even = load(x + i), odd = load(x + i + W);
+        store(x + i, SHUFFLE(ivec, even, odd, 0, 8, 1, 9, 2, 10, 3, 11));
+        store(x + i + W, SHUFFLE(ivec, even, odd, 4, 12, 5, 13, 6, 14, 7, 15));
+    }
+}
+#endif
 
 /* Add up each of W vectors: number i of the result is the sum of vector i. */
 INLINE vec sums_of_each(vec *x) {
@@ -94,6 +121,8 @@ INLINE void few_outputs_of(const int type, const int rows, const int vectors, in
             right[j] = (vec)SHUFFLE(full, a, b, INTERLEAVED(0));
             right[j + 1] = (vec)SHUFFLE(full, a, b, INTERLEAVED(16));
         }
+#elif W == 8
+        for (int j = 0; j < vectors; j += 2) load_two(type, values[key], column + j * W, right + j);
 #else
         for (int j = 0; j < vectors; j++) right[j] = load_words(type, values[key], column + j * W);
 #endif
@@ -129,7 +158,7 @@ INLINE void few_outputs_in(const int type, int rows, int columns, int n, const n
     int times = blocks_of(rows) * ((columns - 1) / (least * W) + 1) * (W == 8 ? 1 : (n - 1) / KS + 1);
     int lines = lines_each(ahead, times);
     for (int column = 0, vectors; column < columns; column += vectors * W) {
-        vectors = column + least * W <= columns ? least : KS;
+        vectors = column + least * W <= columns ? least : LEAST;
         for (int row = 0; row < rows; row += AT_ONCE) {
             const float *left = (const float *)(p + row * KEYS);
             float *to = c + row * c_row + column;
@@ -137,11 +166,7 @@ INLINE void few_outputs_in(const int type, int rows, int columns, int n, const n
     case R * 8 + V: \
         few_outputs_of(type, R, V, n, left, values, column, to, c_row, ahead, lines); \
         break;
-#if W == 8
-#define OUTPUTS(R) OUTPUTS_OF(R, 1) OUTPUTS_OF(R, 2) OUTPUTS_OF(R, 4)
-#else
-#define OUTPUTS(R) OUTPUTS_OF(R, KS) OUTPUTS_OF(R, NV)
-#endif
+#define OUTPUTS(R) OUTPUTS_OF(R, LEAST) OUTPUTS_OF(R, 4)
             switch ((rows - row < AT_ONCE ? rows - row : AT_ONCE) * 8 + vectors) {
                 CASES_OF_ROWS(OUTPUTS)
             }
