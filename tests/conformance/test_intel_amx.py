@@ -124,6 +124,10 @@ MISTAKES = {
         *("attend.c", "most + logf(total)", "most + log2f(total)"),
         *("avx512_bf16", ("lse-decode",)),
     ),
+    "even and odd columns left apart": (
+        *("attend.c", "type == BF16 && h < item->heads", "0 && h < item->heads"),
+        *("avx2", ("decode-long-bf16", "heads-8-1-decode-bf16")),
+    ),
     "tiles of columns exchanged": (
         *("tiles.h", "_tile_dpbf16ps(1, 4, 7)", "_tile_dpbf16ps(1, 4, 6)"),
         *("amx_bf16", ("prefill-long-bf16",)),

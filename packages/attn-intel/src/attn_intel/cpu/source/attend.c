@@ -106,16 +106,6 @@ typedef struct {
     int first, n, columns, steps;
 } Tokens;
 
-/* What a request has: queries, and keys in all. */
-static int queries_of(const Attention *a, int request) {
-    return a->cu_seqlens_q[request + 1] - a->cu_seqlens_q[request];
-}
-
-static int length_of(const Attention *a, int request) {
-    return a->cu_seqlens_k ? a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request]
-                           : a->seq_lens[request];
-}
-
 /* How many of the keys, in whole vectors, are up to the last that some rows of an item see. */
 static int columns_seen(const Attention *a, const Item *item, int row, int some,
                         const Tokens *tokens) {
@@ -168,10 +158,12 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         memset(to.sums, 0, rows * sizeof *to.sums);
         for (int r = 0; r < rows; r++) to.largest_so_far[r] = -INFINITY;
     }
-    /* few rows gain nothing from packing, and what is asked for ahead should stay in the cache */
-    const int few = rows <= FEW, together = rows <= 6 ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
+    const int few = rows <= FEW; /* which gain nothing from packing */
     int whole = a->head_dim == s.k_row && (!a->v || a->v_head_dim == s.v_row);
     int type = few && whole && !careful && a->kv_type == BF16 ? BF16 : NUMBERS;
+    /* what is asked for ahead should stay in the cache */
+    int wide = few && type == F32;
+    const int together = rows <= 6 || wide ? KEYS / 4 : rows <= 16 ? KEYS / 2 : KEYS;
     Places at, then;
     locate(a, request, item->first, least(together, item->end - item->first), &at);
     for (int first = item->first; first < item->end; first += together) {
@@ -185,12 +177,14 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         for (int h = 0; h < item->heads; h++) {
             State to = state_of(a, item, &s, states, h);
             int64_t head = item->head + h;
-            Ahead k_ahead = {.bytes = a->head_dim * BYTES[a->kv_type]}, v_ahead = {0};
-            k_ahead.n = list_ahead(a, item, h, a->k, then.k, a->k_head, next, k_ahead.rows);
+            Ahead k_ahead, v_ahead;
+            v_ahead.n = 0;
+            list_ahead(a, item, h, a->k, then.k, a->k_head, next, a->head_dim * BYTES[a->kv_type],
+                       &k_ahead);
             read_rows(a, type, a->k, at.k, head * a->k_head, n, a->head_dim, s.k_row, s.k_rows, k_rows);
             if (a->v) {
-                v_ahead.bytes = a->v_head_dim * BYTES[a->kv_type];
-                v_ahead.n = list_ahead(a, item, h, a->v, then.v, a->v_head, next, v_ahead.rows);
+                list_ahead(a, item, h, a->v, then.v, a->v_head, next,
+                           a->v_head_dim * BYTES[a->kv_type], &v_ahead);
                 read_rows(a, type, a->v, at.v, head * a->v_head, n, a->v_head_dim, s.v_row,
                           s.v_rows, v_rows);
             }
@@ -204,7 +198,8 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                 int columns = columns_seen(a, item, row, some, &tokens);
                 if (!columns) continue;
                 if (few) {
-                    few_scores(type, rows, n, (int)s.words, q, k_rows, s.scores, &k_ahead);
+                    few_scores(type, rows, n, (int)s.words, q, k_rows, s.scores, &k_ahead,
+                               few_values && !a->v ? 2 : 1);
 #if LEVEL_NUMBER == 3
                 } else if (turned) {
                     scores_of_keys(rows, n, (int)s.words, s.turned + h * TURNED * s.words * KS,
@@ -218,7 +213,7 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
                     careful_outputs(some, (int)s.columns, n, s.p, values, x, s.columns);
                 } else if (few_values) {
                     few_outputs(type, rows, (int)s.columns, n, s.p, values, x, s.columns,
-                                a->v ? &v_ahead : NULL);
+                                a->v ? &v_ahead : &k_ahead);
                 } else {
                     if (!packed++)
                         pack_values(values, n, tokens.steps, (int)s.columns, s.values, &v_ahead);
@@ -229,6 +224,10 @@ INLINE void sum_up(const Attention *a, const Item *item, const Scratch *scratch,
         }
         at = then;
     }
+#if W == 8
+    for (int h = 0; type == BF16 && h < item->heads; h++)
+        put_in_order(state_of(a, item, &s, states, h).x, rows * s.columns);
+#endif
 }
 
 /* Write the rows of all heads or, where a merge comes, leave them. Returns whether all are finite. */

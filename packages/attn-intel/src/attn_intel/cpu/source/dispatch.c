@@ -102,8 +102,7 @@ static Size plan(const Attention *a, int heads_each, Item *items) {
     Size size = {0, 0, 0};
     int group = a->q_heads / a->kv_heads;
     for (int b = 0; b < a->requests; b++) {
-        int queries = a->cu_seqlens_q[b + 1] - a->cu_seqlens_q[b], all = queries * group;
-        int length = a->cu_seqlens_k ? a->cu_seqlens_k[b + 1] - a->cu_seqlens_k[b] : a->seq_lens[b];
+        int queries = queries_of(a, b), length = length_of(a, b), all = queries * group;
         int tiles = divide_up(all, ROWS), halves = larger(1, divide_up(all, ROWS / 2));
         int most = larger(1, MOST_PARTS / halves);
         for (int i = 0; i < a->kv_heads * tiles; i++) {

@@ -78,16 +78,33 @@ INLINE void transpose(vec *x) {
 #endif
 }
 
-/* Rows of the next keys or values, that are asked for row by row, between the products. */
+/*
+ * Rows of the next keys or values, that are asked for between the products: row by row or, from
+ * the byte of the row that comes next, line by line.
+ */
 typedef struct {
     const char *rows[KEYS];
-    int n, bytes;
+    int n, bytes, row, byte;
 } Ahead;
 
 INLINE void ask_for(const Ahead *ahead, int i) {
     if (i < ahead->n)
         for (int byte = 0; byte < ahead->bytes; byte += 64)
             __builtin_prefetch(ahead->rows[i] + byte, 0, 2);
+}
+
+/* How many lines to ask for at a time, to have asked for all that are left after `times` times. */
+INLINE int lines_each(const Ahead *ahead, int times) {
+    int lines = (ahead->n - ahead->row) * ((ahead->bytes + 63) / 64);
+    return (lines + times - 1) / times;
+}
+
+INLINE void ask_for_lines(Ahead *ahead, int lines) {
+    for (; lines > 0 && ahead->row < ahead->n; lines--) {
+        __builtin_prefetch(ahead->rows[ahead->row] + ahead->byte, 0, 2);
+        ahead->byte += 64;
+        if (ahead->byte >= ahead->bytes) ahead->byte = 0, ahead->row++;
+    }
 }
 
 /* Pack n keys as columns, zeros up to a whole vector; rows have `words` words, whole vectors. */

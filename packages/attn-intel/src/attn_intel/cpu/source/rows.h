@@ -29,19 +29,20 @@ static void locate(const Attention *a, int request, int first, int n, Places *at
 }
 
 /*
- * List the rows of the next n tokens that are asked for while those of the h-th head are worked
- * on: a share of all heads' rows, in the order of memory, which is read fastest so. Returns how
- * many.
+ * List the rows of the next n tokens, each `bytes` long, that are asked for while those of the
+ * h-th head are worked on: a share of all heads' rows, in the order of memory, which is read
+ * fastest so.
  */
-static int list_ahead(const Attention *a, const Item *item, int h, const void *base,
-                      const int64_t *at, int64_t skip, int n, const char **ahead) {
+static void list_ahead(const Attention *a, const Item *item, int h, const void *base,
+                       const int64_t *at, int64_t skip, int n, int bytes, Ahead *ahead) {
     int token = h * n / item->heads, head = h * n % item->heads;
     for (int i = 0; i < n; i++) {
         int64_t from = at[token] + (item->head + head) * skip;
-        ahead[i] = (const char *)base + from * BYTES[a->kv_type];
+        ahead->rows[i] = (const char *)base + from * BYTES[a->kv_type];
         if (++head == item->heads) head = 0, token++;
     }
-    return n > 0 ? n : 0;
+    ahead->n = n > 0 ? n : 0;
+    ahead->bytes = bytes, ahead->row = ahead->byte = 0;
 }
 
 /*

@@ -4,6 +4,16 @@
 
 #include "attention.h"
 
+/* What a request has: queries, and keys in all. */
+static inline int queries_of(const Attention *a, int request) {
+    return a->cu_seqlens_q[request + 1] - a->cu_seqlens_q[request];
+}
+
+static inline int length_of(const Attention *a, int request) {
+    return a->cu_seqlens_k ? a->cu_seqlens_k[request + 1] - a->cu_seqlens_k[request]
+                           : a->seq_lens[request];
+}
+
 /* How many other drafts a draft sees: its position counts from the prefix. */
 static inline int depth_of(const Attention *a, int request, int draft) {
     const uint8_t *seen = a->tree + ((int64_t)request * a->drafts + draft) * a->drafts;
