@@ -63,18 +63,25 @@ def sums_after(g):
 
 
 @triton.jit
-def halved(q, k, g, SIZE: tl.constexpr):
+def halved(q, k, g, c, SIZE: tl.constexpr, dtype: tl.constexpr):
     """Return q and k of second halves of SIZE tokens, k of first ones, each with its decay.
 
-    q, k, g: [4, 16, D]; g are log decays. The rest is 0. Each half is summed by itself: after
-    strong forgetting, differences of the block's sums would be off by 1e-4.
+    q, k, g, c: [4, 16, D]; g are log decays, c their sums since a block's start. The rest is 0. Of
+    float32 each half is summed by itself: after strong forgetting, differences of the block's sums
+    are off by 1e-4, which tokens of 16 bits do not show.
     """
     pairs: tl.constexpr = 32 // SIZE
     at = tl.arange(0, 2 * SIZE)[None, :, None]
     dims: tl.constexpr = (pairs, 2 * SIZE, g.shape[2])
-    halves = tl.reshape(g, (2 * pairs, SIZE, g.shape[2]))
-    since = tl.reshape(tl.cumsum(halves, 1), dims)
-    until = tl.reshape(sums_after(halves), dims)
+    if dtype == tl.float32:
+        halves = tl.reshape(g, (2 * pairs, SIZE, g.shape[2]))
+        since = tl.reshape(tl.cumsum(halves, 1), dims)
+        until = tl.reshape(sums_after(halves), dims)
+    else:
+        own = tl.reshape(c, dims)
+        last = tl.sum(tl.where(at == SIZE - 1, own, 0.0), 1)[:, None, :]
+        since = own - last
+        until = last - own
     decay = power(tl.where(at < SIZE, until, since))
     second = tl.where(at < SIZE, 0.0, decay)
     first = tl.reshape(tl.reshape(k, dims) * (decay - second), g.shape)
@@ -83,7 +90,7 @@ def halved(q, k, g, SIZE: tl.constexpr):
 
 
 @triton.jit
-def within_exactly(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
+def within_exactly(q, k, g, c, dtype: tl.constexpr, C: tl.constexpr):
     """Do what `within` does, for any tokens: no factor is above 1, so none is rounded more."""
     r = tl.arange(0, 16)
     L = tl.zeros([4, 16, 16], tl.float32)
@@ -91,7 +98,7 @@ def within_exactly(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
     P = tl.dot(q.to(dtype), columns, input_precision=C.PRECISION)
     P = tl.where((r[:, None] == r[None, :])[None, :, :], P, 0.0)
     for level in tl.static_range(4):
-        q_row, k_row, column = halved(q, k, g, 2**level)
+        q_row, k_row, column = halved(q, k, g, c, 2**level, dtype)
         column = tl.permute(column.to(dtype), (0, 2, 1))
         same = (r[:, None] // 2 ** (level + 1)) == (r[None, :] // 2 ** (level + 1))
         found = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
@@ -187,7 +194,7 @@ def prepare_kda(inputs, weights, numbers, chunks, work, COLUMNS: tl.constexpr, C
         if dtype == tl.bfloat16:
             near = within(q, k, g, dtype, C)
         else:
-            near = within_exactly(q, k, g, dtype, C)
+            near = within_exactly(q, k, g, c, dtype, C)
         near_L += near[0]
         near_P += near[1]
     L = on_diagonal(near_L, L, i)
