@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from attn_core.errors import OutOfPagesError, UnsupportedError  # noqa: E402
 from attn_core.integrations.transformers import Engine, enable  # noqa: E402
 from attn_core.runtime.batch import ForwardMode  # noqa: E402
+from attn_core.selection.result import NoBackendError  # noqa: E402
 from tiny_models import NEW, SPARSE_MLA, generate, inputs_of, tiny  # noqa: E402
 
 TOPK = 5
@@ -210,7 +211,9 @@ def test_what_does_not_run_is_refused(name: str) -> None:
             model(torch.ones(1, 4).long(), attention_mask=torch.ones(1, 1, 4, 4))
     assert torch.equal(generate(model, inputs, max_new_tokens=4), expected)  # given back
     assert "forward" not in vars(indexer)
-    with pytest.raises(UnsupportedError, match="latents of 32 values and 16 of rope in fp8_e4m3"):
+    with pytest.raises(
+        NoBackendError, match=r"head_dim 48/32 in fp8_e4m3 \(supports latents by 128"
+    ):
         enable(model, kv_cache_dtype="fp8_e4m3")
     model.model.layers[0].self_attn.indexer = None
     with pytest.raises(UnsupportedError, match=r"layers \[1.* have an indexer; the first layer"):
