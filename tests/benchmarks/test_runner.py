@@ -347,6 +347,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
         attention.main([*run, "--resume"])
 
 
+@pytest.mark.long
 def test_everyone_is_called_before_anything_is_timed(tmp_path):
     """Ours and PyTorch's with each case, others with the least of a kind; a fault ends nothing."""
     cases = [CASES[0], dataclasses.replace(CASES[0], batch=1), CASES[2], CASES[4]]

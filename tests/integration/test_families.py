@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # 
 
 def test_every_supported_architecture_is_tested() -> None:
     assert set(FAMILIES) == SUPPORTED
-
-
-def few(names: Iterable[str], without: Sequence[str] = ()) -> list[Any]:
-    """Return parameters of which those are long that attend as another family does."""
-    alike = ("qwen2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe")
-    return [
-        pytest.param(name, marks=[pytest.mark.long] if name in alike else [])
-        for name in names
-        if name not in without
-    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -178,7 +168,7 @@ class Rounding:
     ("name", "store"),
     [
         # see test_sparse_mla
-        *(pytest.param(*x.values, "fp8_e4m3", marks=x.marks) for x in few(FAMILIES, SPARSE_MLA)),
+        *((name, "fp8_e4m3") for name in FAMILIES if name not in SPARSE_MLA),
         *(("gemma2", "fp8_e5m2"), ("llama", "fp8_e5m2")),
     ],
 )
@@ -235,7 +225,7 @@ def modes_by_backend(engine: Engine) -> dict[str, set[bool]]:
     return seen
 
 
-@pytest.mark.parametrize("name", few(FAMILIES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prefill_and_decode_on_different_backends(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     expected = generate(model, inputs)
@@ -344,7 +334,7 @@ def test_a_small_view_serves_a_long_text() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", few(("gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA, *LINEAR)))
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", *SPARSE_MLA, *LINEAR])
 def test_beam_search_equals_eager(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
     how = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 24}

@@ -48,11 +48,7 @@ def generate(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS, ids=["flex-decodes", "flex-prefills"])
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [pytest.param("llama", None, marks=pytest.mark.long), ("mistral", 8)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 8)], ids=str)
 def test_tokens_of_a_mixed_pair_equal_eager(
     name: str, window: int | None, prefill: str, decode: str
 ) -> None:

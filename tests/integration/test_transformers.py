@@ -526,7 +526,8 @@ def test_a_compiled_model_says_what_it_says(what: str) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_compiled_decoder_is_one_graph_with_each_attention_whole(
     name: str, prompts: dict[str, torch.Tensor]
 ) -> None:
