@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attn_core.dtypes import FP4_BLOCK as FP4_BLOCK
-from attn_core.dtypes import LATENT_BLOCK as LATENT_BLOCK
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.errors import UnsupportedError, UsageError
 
 SCALE_BYTES = 4  # of a float32 scale

@@ -17,7 +17,7 @@ def _raw(t: Tensor) -> Tensor:
 def _index(t: Tensor, layout: str, slots: Tensor) -> tuple[Tensor | slice, ...]:
     page_size = t.shape[2 if layout == "HND" else 1]
     page, offset = slots // page_size, slots % page_size
-    if slots.is_cpu:  # torch counts a page below 0 from the end there; this one it refuses
+    if slots.is_cpu:  # torch counts a negative page from the end, but refuses one past the end
         page = torch.where(page < 0, t.shape[0], page)
     return (page, slice(None), offset) if layout == "HND" else (page, offset)
 

@@ -9,8 +9,6 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from attn_core.cache.layer_cache import (
-    FP4_BLOCK,
-    LATENT_BLOCK,
     SCALE_BYTES,
     TORCH_DTYPES,
     CachedLayer,
@@ -19,6 +17,7 @@ from attn_core.cache.layer_cache import (
     latent_bytes,
 )
 from attn_core.cache.memory import zeros
+from attn_core.dtypes import FP4_BLOCK, LATENT_BLOCK
 from attn_core.errors import UnsupportedError, UsageError
 from attn_core.formatting import near
 from attn_core.spec.requirements import is_count

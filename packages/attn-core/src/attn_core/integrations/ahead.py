@@ -14,7 +14,7 @@ def compile_ahead(dispatcher: HybridDispatcher, max_bs: int, logger: logging.Log
 
     Only page 0 of the engine's cache is written. A pass that fails is logged, and the engine starts
     all the same: what was not compiled is compiled when a request needs it.
-    max_bs: the most requests of a pass. logger: one that the engine shows.
+    max_bs: the most requests of a pass. logger: one whose messages the engine prints.
     Raises BackendRunError where the device can run nothing any more.
     """
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LATENT_BLOCK, split_latents
+from attn_core.cache.layer_cache import split_latents
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.ops.quant import power_of_two_scale, to_fp8
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_core.cache.layer_cache import FP4_BLOCK, Scale
+from attn_core.cache.layer_cache import Scale
+from attn_core.dtypes import FP4_BLOCK
 
 # Bits of float32 numbers, as integers.
 INFINITY = 0x7F800000  # those of NaN are above

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.layer_cache import (
-    LATENT_BLOCK,
     TORCH_DTYPES,
     latent_bytes,
     split_latents,
 )
+from attn_core.dtypes import LATENT_BLOCK
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 ORDERS = ("shuffled", "consecutive", "interleaved", "descending")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from attn_core.cache.allocator import PageAllocator
-from attn_core.cache.layer_cache import LATENT_BLOCK, TORCH_DTYPES
+from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.cache.page_table import pad_page_table
 from attn_core.cache.pool import KVPool
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.spec.kinds import Phase
 from attn_core.testing.cases import Case

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.cache.layer_cache import LayerCache, split_latents
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.ops.triton.launcher import (
     Launcher,
     Pointers,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.cache.layer_cache import LayerCache, split_latents
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.ops.quant import BELOW_1_75, EIGHT, INFINITY, SMALLEST
 from attn_core.ops.triton.kv import fp8_bits
 from attn_core.ops.triton.launcher import Launcher, Pointers, alike, moved, pointers

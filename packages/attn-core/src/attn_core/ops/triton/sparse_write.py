@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.cache.layer_cache import LayerCache, split_latents
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.ops.triton.index import write_index_rows
 from attn_core.ops.triton.kv import PLAIN, Side, write_side
 from attn_core.ops.triton.latents import write_latent

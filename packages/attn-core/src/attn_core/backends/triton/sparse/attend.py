@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attn_core.backends.triton.sparse.e4m3 import from_e4m3
-from attn_core.cache.layer_cache import LATENT_BLOCK
+from attn_core.dtypes import LATENT_BLOCK
 
 GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 LOG2E = tl.constexpr(1.4426950408889634)

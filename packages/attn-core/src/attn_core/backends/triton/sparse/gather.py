@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_core.backends.triton.sparse.passes import MOST_KEPT
-from attn_core.cache.layer_cache import LATENT_BLOCK, LayerCache, split_latents
+from attn_core.cache.layer_cache import LayerCache, split_latents
+from attn_core.dtypes import LATENT_BLOCK
 from attn_core.ops.triton.gather import (
     Count,
     count_row,
