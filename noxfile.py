@@ -107,6 +107,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def long(session: nox.Session) -> None:
+    """Run the slowest tests, those of tests/long.txt: seconds each, too many for the default."""
+    install_transformers(session, TRANSFORMERS[0])
+    run_tests(session, *(session.posargs or ["@tests/long.txt"]))
+
+
+@nox.session
 def sanitize(session: nox.Session) -> None:
     """Run intel_amx's tests with its kernels under GCC's checks of addresses and of undefined C."""
     install_transformers(session, TRANSFORMERS[0])

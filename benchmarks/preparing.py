@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import fcntl
 import os
 import pathlib
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar
@@ -28,8 +29,8 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     """Return what `prepare` returns; stderr says that it begins, and after how long it ended.
 
     limit_s: seconds, or None. Raises TimeoutError where it takes longer; compilers that it started
-    are killed. What does not come back to Python is not ended; every 60 seconds, or some time after
-    the limit, the stacks that it hangs in go to stderr. A limit needs the main thread.
+    are killed. What does not come back to Python is not ended; every 60 seconds the stacks that it
+    hangs in go to stderr. A limit needs the main thread.
     """
 
     armed = True  # another thread may take the signal, and its handler then runs here later
@@ -45,9 +46,8 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     start, ended = time.perf_counter(), "failed after"
     before = None if limit_s is None else signal.signal(signal.SIGALRM, over)
     others.update(children() if limit_s else ())
-    # not at the same time as the alarm: stacks that unwind while they are dumped end the process
-    stacks_s = STACKS_S if limit_s is None else limit_s + STACKS_S / 4
-    faulthandler.dump_traceback_later(stacks_s, repeat=True, file=sys.__stderr__ or 2)
+    done = threading.Event()
+    threading.Thread(target=print_stacks, args=(done,), daemon=True).start()
     try:
         try:
             if limit_s is not None:
@@ -68,8 +68,20 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     finally:
         if limit_s is not None:
             signal.signal(signal.SIGALRM, before)
-        faulthandler.cancel_dump_traceback_later()
+        done.set()
         say(f"{name}: {ended} {time.perf_counter() - start:.1f} s")
+
+
+def print_stacks(done: threading.Event) -> None:
+    """Print the stacks of all other threads to stderr every 60 seconds, until `done` is set.
+
+    It holds the GIL meanwhile. What faulthandler dumps later it reads from frames that run, which
+    has ended processes that compiled.
+    """
+    while not done.wait(STACKS_S):
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident():
+                say(f"thread {thread:#x}:\n{''.join(traceback.format_stack(frame))}")
 
 
 def children() -> set[int]:

@@ -29,7 +29,7 @@ RECORDS = {  # of benchmarks.attention, by device
     "nvidia-h100-80gb-hbm3": (),
 }
 DRAWS = {"nvidia-h100-80gb-hbm3": "regret.nvidia-h100-80gb-hbm3.fifth.profile.json"}
-SHIPPED = 24  # passes of a form and kind of pass, of a draw: every start of attn-core reads them
+SHIPPED = 8  # passes of a form and kind of pass, of a draw: every start of attn-core reads them
 BACKENDS = ("fa3", "flashinfer", "triton")  # the others take too few of these shapes
 VERSIONS = (
     "torch", "triton", "attn-core", "attn-nvidia", "sglang-kernel", "flashinfer-python",
@@ -87,12 +87,18 @@ def tuned(device: str) -> Profile:
     return replaced(own, draw) if draw.costs else own
 
 
+def of_shipped(environment: Mapping[str, str | None]) -> dict[str, str]:
+    """Return what a profile that ships names of an environment: other libraries run nothing."""
+    return {name: x for name in ("device", *VERSIONS) if (x := environment.get(name))}
+
+
 def replaced(own: Profile, draw: Profile) -> Profile:
     """Return a draw's costs, and those of `own` for forms and kinds of pass that it lacks.
 
     A dispatcher picks passes of forms that were measured themselves, pages included.
     """
-    if differs := own.differences(draw.environment) if own.costs else []:
+    before = Profile(environment=of_shipped(own.environment))
+    if differs := before.differences(of_shipped(draw.environment)) if own.costs else []:
         raise SystemExit(f"a draw's costs are of another environment: {'; '.join(differs)}")
 
     def kind(key: Key) -> object:
@@ -125,7 +131,7 @@ def profile(reports: Sequence[Report], own: Profile) -> Profile:
     named: Mapping[str, str | None] = own.environment
     if newest is not None:
         named = {**newest.versions, "device": newest.device}
-    environment = {name: x for name in ("device", *VERSIONS) if (x := named.get(name))}
+    environment = of_shipped(named)
     shared = {k: v for k, v in own.environment.items() if k in environment}
     if differs := Profile(environment=environment).differences(shared) if shared else []:
         raise SystemExit(f"what was tuned is of another environment: {'; '.join(differs)}")

@@ -23,10 +23,12 @@ from representative import few, representative
 
 plugins_once.install()
 
+LISTED = {*(pathlib.Path(__file__).parent / "long.txt").read_text().splitlines()}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `long` what the suites ask beyond a representative part of their checks.
+    """Mark `long` what is listed, and what the suites ask beyond a representative part of checks.
 
     A module's first suite of a backend of our own kernels keeps each feature; others of it, for
     another chip or build, keep few, and so do those over emulated libraries.
@@ -48,6 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for i, item in enumerate(checks):
             if i not in chosen:
                 item.add_marker(pytest.mark.long)
+    for item in items:
+        if not LISTED.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,14 +80,31 @@ def test_what_a_compiler_started_is_ended_too(tmp_path):
         assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
-def test_stacks_are_not_dumped_while_the_alarm_unwinds_them(monkeypatch):
-    waits = []
-    dump = "dump_traceback_later"
-    monkeypatch.setattr(preparing.faulthandler, dump, lambda s, **_: waits.append(s))
-    for limit in (None, preparing.STACKS_S, 1.0):
-        prepared("x", lambda: 1, limit)
-        assert limit is None or waits[-1] > limit + 5
-    assert waits[0] == preparing.STACKS_S
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_what_hangs_shows_where_until_it_ends(monkeypatch, capsys, limit):
+    monkeypatch.setattr(preparing, "STACKS_S", 0.01)
+    unwound = 0
+
+    def compile_deeply(depth=40):
+        nonlocal unwound
+        if depth:
+            compile_deeply(depth - 1)
+        else:
+            time.sleep(1e-4)
+        unwound += 1
+
+    def hanging():
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            compile_deeply()
+
+    prepared("x", hanging, limit)
+    shown = capsys.readouterr().err
+    assert unwound > 100
+    assert shown.count(", in hanging") > 5
+    assert "in print_stacks" not in shown
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
 def test_no_alarm_comes_after_the_end():

@@ -94,6 +94,16 @@ def test_what_is_far_from_all_that_was_measured_has_no_estimate():
     assert estimate(profile, Pass.even("prefill", 1, 4096, 4096)) is None
 
 
+def test_many_requests_as_long_as_one_alone_was_are_far():
+    """A slow backend is measured in small passes alone: of one long request, and of many short."""
+    sizes = [Pass.even("decode", 1, length) for length in (512, 4096, 16384)]
+    sizes += [Pass.even("decode", n, 512) for n in (4, 16, 64)]
+    profile = profile_of(affine, sizes)
+    assert estimate(profile, Pass.even("decode", 8, 16384)) is not None
+    assert estimate(profile, Pass.even("decode", 64, 16384)) is None
+
+
+
 def test_times_of_any_size_have_estimates():
     for us in (1e-300, 1e12):
         found = estimate(profile_of(lambda x, us=us: us), Pass.even("decode", 3, 2000))

@@ -148,6 +148,10 @@ def _covers(points: Mapping[Pass, Cost], size: Pass) -> bool:
 
 
 def _axes(size: Pass) -> _Axes:
-    """Return the logarithms of the axes; drafts are a kind of pass, not an axis."""
+    """Return the logarithms of the axes, and of all keys: a corner of the others may be far away.
+
+    Drafts are a kind of pass, not an axis.
+    """
     n, mean, longest, queries = size.axes
-    return tuple(math.log(v) for v in (n, mean, longest, 1 if size.drafts else queries))
+    axes = (n, mean, longest, 1 if size.drafts else queries, n * mean)
+    return tuple(math.log(v) for v in axes)
