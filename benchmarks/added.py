@@ -54,7 +54,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Overhead:
     """One backend on one case; None: not measured, on a CPU, or the library has no plan.
 
     host: a layer's call, eagerly. written_us: ours with the write of new keys and values. plan:
@@ -130,9 +130,11 @@ def serving(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Serv
     return Served(inputs, HybridDispatcher(dict.fromkeys(roles, backend), inputs.pool))
 
 
-def measure(name: str, case: Case, registry: Registry, device: torch.device, kind: Device) -> Found:
+def measure(
+    name: str, case: Case, registry: Registry, device: torch.device, kind: Device
+) -> Overhead:
     """Measure one backend on one case; whatever it raises becomes the error."""
-    result = Found(backend=name, case=case.name)
+    result = Overhead(backend=name, case=case.name)
     try:
         return _measured(name, build(case, device), registry, kind)
     except Exception as error:  # another project's code may raise anything: record it, go on
@@ -140,7 +142,7 @@ def measure(name: str, case: Case, registry: Registry, device: torch.device, kin
         return replace(result, error=f"{type(error).__name__}: {message[:300]}")
 
 
-def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Found:
+def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Overhead:
     device = inputs.q.device
     serving(name, inputs, registry, kind)  # loads the libraries, which are watched then
     with recording(RUNS, PLANS) as recorder:
@@ -167,7 +169,7 @@ def _measured(name: str, inputs: Inputs, registry: Registry, kind: Device) -> Fo
         if ours.serve.captured and inputs.batch.forward_mode in DECODE_MODES:
             replay, refill = _replays(ours, direct, device)
             context = _contexts(name, inputs, registry, kind)
-    return Found(
+    return Overhead(
         backend=name,
         case=inputs.case.name,
         host=pair(host),

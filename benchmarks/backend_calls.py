@@ -32,8 +32,8 @@ QWEN: dict[str, Any] = {"q_heads": 28, "kv_heads": 4}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A case, the backends that are asked for it, and how they are shown it.
+class ShownCase:
+    """A case, the backends that are timed in it, and how it is shown to them.
 
     extends: new tokens of the case count as a prompt's, not as drafts. dual_chunk: its layer is
     Qwen2.5-1M's.
@@ -51,18 +51,18 @@ class Asked:
         return name.replace(" ", " dual chunk ", 1) if self.dual_chunk else name
 
 
-ASKED = (
-    Asked(DECODE, ("triton", "fa3", "flashinfer", "trtllm_mha")),
-    Asked(EXTEND, ("triton", "fa3", "flashinfer")),
-    Asked(MLA, ("flashmla", "fa3", "flashinfer")),  # triton's is layer_calls' own
-    Asked(MLA_VERIFY, ("triton", "flashmla", "fa3", "flashinfer")),
-    Asked(MLA_VERIFY, ("triton", "fa3", "flashinfer"), extends=True),
-    Asked(replace(DECODE, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
-    Asked(replace(EXTEND, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
-    Asked(DECODE, ("flex_attention",)),  # these compile for long
-    Asked(EXTEND, ("flex_attention",)),
-    Asked(replace(DECODE, page_size=128), ("fa4",)),
-    Asked(replace(EXTEND, page_size=128), ("fa4",)),
+SHOWN = (
+    ShownCase(DECODE, ("triton", "fa3", "flashinfer", "trtllm_mha")),
+    ShownCase(EXTEND, ("triton", "fa3", "flashinfer")),
+    ShownCase(MLA, ("flashmla", "fa3", "flashinfer")),  # triton's is layer_calls' own
+    ShownCase(MLA_VERIFY, ("triton", "flashmla", "fa3", "flashinfer")),
+    ShownCase(MLA_VERIFY, ("triton", "fa3", "flashinfer"), extends=True),
+    ShownCase(replace(DECODE, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
+    ShownCase(replace(EXTEND, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
+    ShownCase(DECODE, ("flex_attention",)),  # these compile for long
+    ShownCase(EXTEND, ("flex_attention",)),
+    ShownCase(replace(DECODE, page_size=128), ("fa4",)),
+    ShownCase(replace(EXTEND, page_size=128), ("fa4",)),
 )
 
 
@@ -71,16 +71,16 @@ def backend_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], Call
 
     A call writes new keys and values. What a case's pages are is the same for all.
     """
-    for requested in ASKED:
-        for name in requested.backends:
-            yield f"{name} {requested.name}", partial(_call, name, requested, device)
+    for shown in SHOWN:
+        for name in shown.backends:
+            yield f"{name} {shown.name}", partial(_call, name, shown, device)
 
 
-def _call(name: str, asked: Asked, device: torch.device) -> Calls:
+def _call(name: str, shown: ShownCase, device: torch.device) -> Calls:
     """Yield one call, or nothing and a line on standard error."""
-    label = f"{name} {asked.name}"
+    label = f"{name} {shown.name}"
     try:
-        run = _made(name, asked, device)
+        run = _made(name, shown, device)
         run()
     except Exception as error:  # another project's code may raise anything
         message = " ".join(str(error).split())
@@ -89,13 +89,13 @@ def _call(name: str, asked: Asked, device: torch.device) -> Calls:
     yield label, run
 
 
-def _made(name: str, asked: Asked, device: torch.device) -> Callable[[], object]:
-    case, registry, kind = asked.case, load_plugins(), device_kind(device)
-    x, chunks = build(case, device), QWEN_1M if asked.dual_chunk else None
+def _made(name: str, shown: ShownCase, device: torch.device) -> Callable[[], object]:
+    case, registry, kind = shown.case, load_plugins(), device_kind(device)
+    x, chunks = build(case, device), QWEN_1M if shown.dual_chunk else None
     if chunks is not None:
         x = in_chunks(x, chunks)
     batch, layer, pool = x.batch, x.layer, x.pool
-    if asked.extends:
+    if shown.extends:
         batch = replace(batch, forward_mode=ForwardMode.EXTEND, spec=None)
     config = BackendConfig(
         name=name, row=row_of(name, case, registry, kind, chunks), layers=(layer,),

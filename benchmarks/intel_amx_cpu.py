@@ -173,12 +173,12 @@ def scaling(
 ) -> list[dict[str, object]]:
     """Time intel_amx and SDPA with each number of threads: one page size, the same tensors."""
     prepared = list(cases(dtypes, [PAGE]))
-    found = []
+    results = []
     for threads in cores:
         torch.set_num_threads(threads)
         for case in prepared:
-            found.append({"threads": threads, **case.measure(repeats)})
-    return found
+            results.append({"threads": threads, **case.measure(repeats)})
+    return results
 
 
 def _mla_call(
@@ -234,8 +234,8 @@ def main() -> None:
     if args.level is not None:
         kernels.level = min(kernels.level, LEVELS.index(args.level))
     level = LEVELS[kernels.level]
-    which = f"{level}.scaling" if args.cores else level
-    output = args.output or RESULTS / f"intel_amx_cpu.{which}.json"
+    suffix = f"{level}.scaling" if args.cores else level
+    output = args.output or RESULTS / f"intel_amx_cpu.{suffix}.json"
     torch.manual_seed(0)
     with torch.inference_mode():
         if args.cores:

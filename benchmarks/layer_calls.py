@@ -233,13 +233,13 @@ def measure(name: str, call: Call, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def measure_again(found: dict[str, Any], call: Call, device: torch.device) -> None:
+def measure_again(record: dict[str, Any], call: Call, device: torch.device) -> None:
     """Time a call once more: its record has the median of each round, and the fastest round."""
     [time] = host_us((call,), device)
-    found["rounds"].append(round(time.us, 2))
-    if found["rounds"][-1] == min(found["rounds"]):
+    record["rounds"].append(round(time.us, 2))
+    if record["rounds"][-1] == min(record["rounds"]):
         times = {"us": time.us, "p20": time.p20, "p80": time.p80}
-        found.update({name: round(us, 2) for name, us in times.items()})
+        record.update({name: round(us, 2) for name, us in times.items()})
 
 
 def show(x: dict[str, Any]) -> None:

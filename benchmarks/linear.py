@@ -280,8 +280,8 @@ def main(
         for pair, ratio in ratios(got).items():
             print(f"  {pair}: {ratio:.3f}", flush=True)
         if args.out is not None or not args.sweep:
-            found = report | {"cases": in_order(others + report["cases"])}
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            merged = report | {"cases": in_order(others + report["cases"])}
+            out.write_text(json.dumps(merged, indent=1) + "\n")
         if not usable(device):
             print("the device is unusable: run the rest without the last contestant", flush=True)
             return 1

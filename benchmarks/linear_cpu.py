@@ -171,9 +171,9 @@ def moved(data: Data, out: Tensor) -> int:
     return sum(x.nbytes for x in data) + out.nbytes + data.states.nbytes
 
 
-def check(name: str, found: Tensor, wanted: Tensor) -> float:
+def check(name: str, result: Tensor, wanted: Tensor) -> float:
     """Return the ratio of the error; raise where it is over what bf16 explains."""
-    ratio = float((found.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    ratio = float((result.double() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
     if not ratio <= RATIO:
         raise SystemExit(f"{name}: error ratio {ratio:.2e} is over {RATIO}; nothing was timed")
     return ratio

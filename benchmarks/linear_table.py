@@ -83,13 +83,13 @@ def _bar(op: str, case: Record) -> Bar:
 
 def _failures(cases: Sequence[Record]) -> str:
     """List what a contestant raised, and what was wrong."""
-    found: dict[str, list[str]] = {}
+    failures: dict[str, list[str]] = {}
     for case in cases:
         for e in case["entries"]:
             if "error" in e or e.get("wrong"):
                 said = e.get("error", "a wrong result").replace("`", "'")[:_SHOWN_FAILURES]
-                found.setdefault(f"{e['name']}: `{said}`", []).append(case["name"])
-    if not found:
+                failures.setdefault(f"{e['name']}: `{said}`", []).append(case["name"])
+    if not failures:
         return ""
-    lines = (f"- {what} ({', '.join(names)})" for what, names in found.items())
+    lines = (f"- {what} ({', '.join(names)})" for what, names in failures.items())
     return "\nNot measured, or wrong:\n\n" + "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ from attn_core.plugins.registry import Registry, load_plugins
 from attn_core.selection.result import NoBackendError
 from attn_core.spec.device import Device
 
-from benchmarks.added import LIMITS, Found, measure
+from benchmarks.added import LIMITS, Overhead, measure
 from benchmarks.attention import device_name, versions
 from benchmarks.cases import LATENT, ROPE, Case
 from benchmarks.ours import device_kind, row_of
@@ -53,7 +53,7 @@ CASES: tuple[tuple[Case, ...], ...] = (
 )
 
 
-def describe(result: Found) -> str:
+def describe(result: Overhead) -> str:
     """Say what was found in one line, each figure beside its limit."""
     if result.error:
         return f"{result.backend:<11} {result.case:<36} {result.error}"
@@ -87,7 +87,9 @@ def cases_of(name: str, registry: Registry, kind: Device) -> list[Case]:
     return taken
 
 
-def save(path: pathlib.Path, device: torch.device, results: Sequence[Found], command: str) -> None:
+def save(
+    path: pathlib.Path, device: torch.device, results: Sequence[Overhead], command: str
+) -> None:
     """Write what was found as JSON, with the limits and the versions."""
     data = {
         "schema": 1,

@@ -62,9 +62,9 @@ def loss(shape: Record, who: str) -> float | None:
     return None if result is None else mean(result)
 
 
-def mean(found: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
     """Return the geometric mean of losses: 0.02 is 2 %."""
-    return math.exp(statistics.fmean(math.log1p(x) for x in found)) - 1
+    return math.exp(statistics.fmean(math.log1p(x) for x in values)) - 1
 
 
 def summary(shapes: Sequence[Record]) -> Record:
@@ -183,9 +183,9 @@ def _line(name: str, part: Sequence[Record]) -> list[str]:
     return cells
 
 
-def _left_out(shapes: Sequence[Record], found: Record) -> str:
+def _left_out(shapes: Sequence[Record], report: Record) -> str:
     """Say which shapes are not judged, and which backends took too few."""
-    lines = [f"- not judged: {name}: {why}" for name, why in found["not_judged"].items()]
+    lines = [f"- not judged: {name}: {why}" for name, why in report["not_judged"].items()]
     names = dict.fromkeys(n for s in shapes for n in (*s.get("refused", ()), *s.get("bad", ())))
     none = []
     for name in names:

@@ -174,18 +174,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action="store_true", help="compile FlashInfer's top-k ahead, and end")
     add("--out", type=pathlib.Path, help="the JSON (default: benchmarks/results/sparse.….json)")
     args = parser.parse_args(arguments)
-    for name, given, has in (
+    for name, is_set, has in (
         ("parts", args.parts, "all parts"),
         ("peers", args.peers, "all peers"),
         ("ways", args.ways, "one way of each"),
         ("prepare-limit", args.prepare_limit is not None, "all peers"),
     ):
-        if given and args.out is None:
+        if is_set and args.out is None:
             parser.error(f"--{name} needs --out: a record has {has}")
     return args
 
 
-def asked(
+def requested(
     args: argparse.Namespace, contestants: Sequence[SparseContestant]
 ) -> list[SparseContestant]:
     """Return the contestants that the command line asks for."""
@@ -207,7 +207,7 @@ def main(
     device, deadline = torch.device(args.device), time.monotonic() + args.seconds
     names = [case.name for case in cases]
     cases = [case for case in cases if re.search(args.only, case.name)]
-    contestants = asked(args, contestants)
+    contestants = requested(args, contestants)
     taken = [x for x in contestants if x.available()]
     timer = timer_for(device)
     ceilings = measure_ceilings(timer, device)

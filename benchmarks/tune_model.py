@@ -103,13 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def save(path: pathlib.Path, name: str, found: dict[str, Any]) -> None:
-    """Put what was found of a configuration into the record; several processes may."""
+def save(path: pathlib.Path, name: str, result: dict[str, Any]) -> None:
+    """Put the result of a configuration into the record; several processes may."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
         record = json.loads(path.read_text()) if path.exists() else {}
         today = datetime.date.today().isoformat()
-        record[name] = {**record.get(name, {}), "date": today, **found}
+        record[name] = {**record.get(name, {}), "date": today, **result}
         record = dict(sorted(record.items()))
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(record, indent=1) + "\n")

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.engines import record
 from benchmarks.engines.cases import OURS, gpus_of
 from benchmarks.engines.processes import kill, last_error
-from benchmarks.engines.replays import SGLANG, VLLM, Found, serve
+from benchmarks.engines.replays import SGLANG, VLLM, Replies, serve
 from benchmarks.engines.run import LOGS, devices
 from benchmarks.engines.sglang_engine import QUIET, SHARED
 from benchmarks.results import FOLDER, slug
@@ -79,7 +79,7 @@ Difference = dict[str, float]
 Named = tuple[str, str]  # kind, backend
 
 
-def difference(one: Found, other: Found) -> Difference:
+def difference(one: Replies, other: Replies) -> Difference:
     """Return mean and worst difference of logprobs, as long as both have the same tokens behind.
 
     Where the greedy tokens part, both are the largest logprobs there, and are compared a last time.
@@ -128,7 +128,7 @@ def engines(kind: str) -> list[Named]:
 
 
 def rows(
-    found: Mapping[tuple[str, str], Found | str], kinds: Iterable[str]
+    replies: Mapping[tuple[str, str], Replies | str], kinds: Iterable[str]
 ) -> list[dict[str, Any]]:
     """Compare each kind with one GPU, for both backends; a text in place of logprobs is an error.
 
@@ -139,12 +139,12 @@ def rows(
     for kind in kinds:
         peer = PEERS.get(kind, PEER)
         names = engines(kind)
-        errors = [f"{k} {b}: {found[k, b]}" for k, b in names if isinstance(found[k, b], str)]
+        errors = [f"{k} {b}: {replies[k, b]}" for k, b in names if isinstance(replies[k, b], str)]
         row: dict[str, Any] = {"kind": kind, "arguments": KINDS[kind], "peer_backend": peer}
         if errors:
             made.append({**row, "wrong": errors})
             continue
-        one, one_peer, two, two_peer = (x for name in names if isinstance(x := found[name], dict))
+        one, one_peer, two, two_peer = (x for name in names if isinstance(x := replies[name], dict))
         row |= {
             "ours": difference(one, two),
             "peer": difference(one_peer, two_peer),
@@ -161,7 +161,7 @@ def rows(
 
 def run_one(
     kind: str, backend: str, model: pathlib.Path, number: int, end: float, args: argparse.Namespace
-) -> Found | str:
+) -> Replies | str:
     """Run one engine in a process of its own; return its logprobs, or why there are none.
 
     end: of time.monotonic(), for all engines.

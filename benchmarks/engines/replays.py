@@ -15,7 +15,7 @@ SGLANG, VLLM = "sglang", "vllm"
 LENGTHS = (1, 700, 3, 64, 257, 1500, 5, 128)
 NEW = 24  # greedy tokens of each prompt
 MORE = 40  # tokens behind a prompt that the prefix cache has by then
-Found = dict[str, list[list[Any]]]  # pass → of each request: [token, logprob] of each position
+Replies = dict[str, list[list[Any]]]  # pass → of each request: [token, logprob] of each position
 
 
 def prompts(lengths: Sequence[int], vocabulary: int) -> Iterator[tuple[str, list[list[int]]]]:
@@ -32,7 +32,7 @@ def prompts(lengths: Sequence[int], vocabulary: int) -> Iterator[tuple[str, list
     yield "again", longer
 
 
-def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int) -> Found:
+def replay(generate: Callable[..., Any], lengths: Sequence[int], vocabulary: int) -> Replies:
     """Return SGLang's logprobs of prompts, behind a prefix of the rest alone, and greedy tokens."""
     result = {}
     for name, ids in prompts(lengths, vocabulary):
@@ -61,7 +61,7 @@ def replay_vllm(
     sampling: Callable[..., Any],
     lengths: Sequence[int],
     vocabulary: int,
-) -> Found:
+) -> Replies:
     """Return vLLM's logprobs of prompts and of greedy tokens; "again" has those of tokens alone.
 
     vLLM reads no prefix cache for a request that asks for a prompt's logprobs.
@@ -144,7 +144,7 @@ def vllm_arguments(
 
 def serve(
     engine: str, split: Mapping[str, Any], backend: str, model: str, device: str, number: int
-) -> Found:
+) -> Replies:
     """Start an engine in this process and replay the prompts."""
     lengths = LENGTHS if device != "cpu" else [min(n, 70) for n in LENGTHS]
     vocabulary = json.loads(pathlib.Path(model, "config.json").read_text())["vocab_size"]

@@ -60,8 +60,8 @@ def best_of_most(path: pathlib.Path, configuration: str) -> str | None:
     known = record.load(path)
     cases = CONFIGURATIONS[configuration].cases
     names = [record.best_peer(record.medians(known, case.name)) for case in cases]
-    found = [name for name in names if name is not None]
-    return max(found, key=found.count, default=None)
+    named = [name for name in names if name is not None]
+    return max(named, key=named.count, default=None)
 
 
 def time_one(

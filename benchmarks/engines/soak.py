@@ -163,20 +163,20 @@ def replay(engine: Any, answers: list[tuple[list[int], list[int]]]) -> list[tupl
     return [(prompt, list(o["output_ids"])) for (prompt, _), o in zip(answers, out, strict=True)]
 
 
-def judge(found: dict[str, Any]) -> list[str]:
+def judge(report: dict[str, Any]) -> list[str]:
     """Return what is wrong with a soak, nothing where it passed."""
-    wrong = list(found["unexpected"][:5])
-    if not all(found["flushed"]):
+    wrong = list(report["unexpected"][:5])
+    if not all(report["flushed"]):
         wrong.append("SGLang still holds requests after all have ended")
     for end in ("length", "stop", "abort", "cached_tokens"):
-        if not found["counts"][end]:
+        if not report["counts"][end]:
             wrong.append(f"no {end}: run longer")
     # the first round compiles and grows what stays
     for name, limit in (("gpu", GPU_MIB), ("host", HOST_MIB)):
-        used = [reading[name] for reading in found["memory_mib"][1:] if name in reading]
+        used = [reading[name] for reading in report["memory_mib"][1:] if name in reading]
         if used and used[-1] - used[0] > limit:
             wrong.append(f"{name} memory grew by {used[-1] - used[0]:.0f} MiB (limit {limit})")
-    ours, own = found["regret"]["ours"], found["regret"]["reference"]
+    ours, own = report["regret"]["ours"], report["regret"]["reference"]
     for name, least in (("worst", WORST), ("mean", MEAN)):
         limit = max(least, TIMES * own[name])
         if not ours[name] <= limit:  # NaN is wrong too

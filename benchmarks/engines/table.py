@@ -44,16 +44,16 @@ def load_all(folder: pathlib.Path = FOLDER, engine: str = "sglang") -> list[dict
 
 def page(records: Iterable[Mapping[str, Any]]) -> str:
     """Write the head and a section for each record of an engine, "" for none."""
-    found = list(records)
-    if not found:
+    reports = list(records)
+    if not reports:
         return ""
-    engine = CONFIGURATIONS[found[0]["configuration"]].engine
-    shown = f"{NAMES[engine]} {_versions(found, engine)}"
-    devices = _devices(found)
-    found.sort(key=lambda each: devices.index(each["device"]) if each.get("device") else 0)
+    engine = CONFIGURATIONS[reports[0]["configuration"]].engine
+    shown = f"{NAMES[engine]} {_versions(reports, engine)}"
+    devices = _devices(reports)
+    reports.sort(key=lambda each: devices.index(each["device"]) if each.get("device") else 0)
     head = _TABLE_HEAD.format(device=" and ".join(devices), engine=shown)
-    tables = "".join("\n" + section(each, named=len(devices) > 1) for each in found)
-    return head + tables + choice_table.sections(found)
+    tables = "".join("\n" + section(each, named=len(devices) > 1) for each in reports)
+    return head + tables + choice_table.sections(reports)
 
 
 def section(each: Mapping[str, Any], *, named: bool = False) -> str:
@@ -82,7 +82,7 @@ def section(each: Mapping[str, Any], *, named: bool = False) -> str:
 
 def over_gpus(records: Iterable[Mapping[str, Any]]) -> str:
     """Write one table of every case on several GPUs: its times, or that it was not run."""
-    found = list(records)
+    reports = list(records)
     head = ["engine, model and split", "case", "configuration", "on"]
     rows = [[*head, OURS, "best built-in", "speed-up", "must"]]
     rows += [["---"] * len(rows[0])]
@@ -90,7 +90,7 @@ def over_gpus(records: Iterable[Mapping[str, Any]]) -> str:
         if configuration.gpus == 1:
             continue
         title = f"{NAMES[configuration.engine]}, {configuration.title}"
-        known = [each for each in found if each["configuration"] == name]
+        known = [each for each in reports if each["configuration"] == name]
         for case in configuration.cases:
             ran = [each for each in known if any(r["case"] == case.name for r in each["rows"])]
             rows += [
@@ -133,42 +133,42 @@ def logprobs(folder: pathlib.Path = FOLDER) -> str:
 
 def readme(records: Iterable[Mapping[str, Any]]) -> str:
     """Write what README.md says, "" where no case has a speed-up."""
-    found = _plotted(records)
-    if not speedups(found):
+    plotted = _plotted(records)
+    if not speedups(plotted):
         return ""
-    return _PLOT_HEAD.format(device=" and ".join(_devices(found)))
+    return _PLOT_HEAD.format(device=" and ".join(_devices(plotted)))
 
 
 def speedups(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, Case, float]]:
     """Return (configuration, case, best built-in / ours) of every case that all peers ran."""
-    found = []
+    ratios = []
     for each in records:
         for case in CONFIGURATIONS[each["configuration"]].cases:
             ratio = record.speedup(record.medians(each, case.name))
             if ratio is not None and _all_ran(each, case):
-                found.append((each["configuration"], case, ratio))
-    return found
+                ratios.append((each["configuration"], case, ratio))
+    return ratios
 
 
 def plot(records: Iterable[Mapping[str, Any]]) -> str:
     """Draw a bar for each case from 1 to its speed-up, with a tick at "must"; SVG, "" for none."""
-    found = speedups(_plotted(records))
-    if not found:
+    ratios = speedups(_plotted(records))
+    if not ratios:
         return ""
-    low = min(0.9, *(ratio for *_, ratio in found))
-    high = max(1.1, *(max(ratio, case.must) for _, case, ratio in found))
+    low = min(0.9, *(ratio for *_, ratio in ratios))
+    high = max(1.1, *(max(ratio, case.must) for _, case, ratio in ratios))
     left, width, line = 210, 420, 22
 
     def place(ratio: float) -> float:
         return left + width * (ratio - low) / (high - low)
 
-    height = line * len(found) + 30
+    height = line * len(ratios) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
         f'viewBox="0 0 720 {height}" font-family="sans-serif" font-size="13" fill="#777">',
         f'<line x1="{place(1):.1f}" x2="{place(1):.1f}" y1="4" y2="{height - 22}" stroke="#777"/>',
     ]
-    for number, (name, case, ratio) in enumerate(found):
+    for number, (name, case, ratio) in enumerate(ratios):
         y = line * number + 8
         start, end = sorted((place(1), place(ratio)))
         colour = "#2a9d4a" if ratio >= 1 else "#d1603d"
@@ -231,9 +231,9 @@ def _devices(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _plotted(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the records of the device that has most of them: a plot is of one."""
-    found = list(records)
-    device = next(iter(_devices(found)), None)
-    return [each for each in found if each.get("device") == device]
+    reports = list(records)
+    device = next(iter(_devices(reports)), None)
+    return [each for each in reports if each.get("device") == device]
 
 
 def _versions(records: Iterable[Mapping[str, Any]], engine: str) -> str:

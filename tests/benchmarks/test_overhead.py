@@ -16,7 +16,7 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 
 from benchmarks import added, overhead
-from benchmarks.added import Found, Pair, host_us, measure, serving
+from benchmarks.added import Overhead, Pair, host_us, measure, serving
 from benchmarks.cases import Case, build
 from benchmarks.plain import plain
 from benchmarks.recorded import PLANS, in_turn, recording
@@ -217,7 +217,7 @@ def test_calls_are_timed_in_turn():
 
 
 def test_limits_are_kept_or_not():
-    result = Found(
+    result = Overhead(
         backend="fa3",
         case="c",
         host=Pair(ours=35.5, direct=28.0),

@@ -77,7 +77,7 @@ def test_a_part_of_the_contestants_is_no_record():
 def test_peers_that_are_left_out_and_ways_that_are_added():
     words = ["--out", "x.json", "--peers", "^(?!flashinfer)", "--parts", "^select$"]
     args = sparse.parse([*words, "--ways", "4x128", "8x80"])
-    names = [x.name for x in sparse.asked(args, CONTESTANTS)]
+    names = [x.name for x in sparse.requested(args, CONTESTANTS)]
     assert names == ["triton", "sgl_kernel", "triton 4x128", "triton 8x80"]
 
 

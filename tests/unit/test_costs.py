@@ -103,7 +103,6 @@ def test_many_requests_as_long_as_one_alone_was_are_far():
     assert estimate(profile, Pass.even("decode", 64, 16384)) is None
 
 
-
 def test_times_of_any_size_have_estimates():
     for us in (1e-300, 1e12):
         found = estimate(profile_of(lambda x, us=us: us), Pass.even("decode", 3, 2000))

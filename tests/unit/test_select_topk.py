@@ -11,7 +11,9 @@ from selections import ROWS, check, rows
 
 def short(sample, segment, at_once):
     """Return constants for short rows; candidates have the least room that there may be."""
-    constants = selecting.SelectConstants(SAMPLE=sample, SEGMENT=segment, AT_ONCE=at_once, ROOM=4)
+    constants = selecting.SelectConstants(
+        SAMPLE=sample, SEGMENT=segment, AT_ONCE=at_once, CAPACITY=4
+    )
     return selecting.Selecting(constants, 4, 64)
 
 

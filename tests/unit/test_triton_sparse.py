@@ -28,7 +28,7 @@ PAGE = 16
 def short_rows(monkeypatch):
     """Let a program hold few scores of a row, so that rows are cut, and what was kept again."""
     monkeypatch.setattr(selecting, "ROW", 64)
-    short = selecting.SelectConstants(SAMPLE=16, SEGMENT=128, AT_ONCE=32, ROOM=4)
+    short = selecting.SelectConstants(SAMPLE=16, SEGMENT=128, AT_ONCE=32, CAPACITY=4)
     monkeypatch.setattr(selecting, "WIDE", selecting.Selecting(short, 4, 64))
 
 

@@ -25,7 +25,7 @@ from attn_core.selection.result import Selection
 from attn_core.spec.requirements import LayerRequirements, Requirements
 
 # Every page of a dummy batch is page 0: it is nobody's, whatever is written there.
-_ROOM = 128  # tokens of the longest dummy request
+_LONGEST = 128  # tokens of the longest dummy request
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ def _over_the_cache(
     if dispatcher.routes["prefill"].config.row.absorbed:
         yield paged("prefill", modes.EXTEND, (1, 100), (1, 100))
         yield paged("prefill over a prefix", modes.EXTEND, (3, 150), (90, 151))
-        yield paged("mixed", modes.MIXED, (9, 1, 1), (9, 20, _ROOM))
+        yield paged("mixed", modes.MIXED, (9, 1, 1), (9, 20, _LONGEST))
     for size in sorted({*(1 << i for i in range(max_bs.bit_length())), max_bs}):
         what = f"decode, batch size {size}"
-        yield paged(what, modes.DECODE, (1,) * size, (_ROOM,) * size)
+        yield paged(what, modes.DECODE, (1,) * size, (_LONGEST,) * size)
     if "verify" in dispatcher.routes:
         config = dispatcher.routes["verify"].config
         n, topk = config.num_draft_tokens or 4, max(config.topk, 1)
@@ -234,7 +234,7 @@ def _paged(
 
     def run_at(seq_lens: Sequence[int]) -> None:
         layers = _cached(backend.config.layers)
-        columns = -(-max(*seq_lens, _ROOM) // pool.page_size)
+        columns = -(-max(*seq_lens, _LONGEST) // pool.page_size)
         table = torch.zeros(len(seq_lens), columns, dtype=torch.int32, device=pool.device)
         new = {"cross": [0] * len(seq_lens)}
         views = {

@@ -55,9 +55,11 @@ def with_alternatives(
     if speculation is not None:
         roles["verify"] = roles[speculation.mode]
     alternatives = {
-        role: tuple(Choice(v.spec.name, v.row, "measured fastest of this pass") for v in found[1:])
-        for role, found in roles.items()
-        if len(found) > 1
+        role: tuple(
+            Choice(v.spec.name, v.row, "measured fastest of this pass") for v in verdicts[1:]
+        )
+        for role, verdicts in roles.items()
+        if len(verdicts) > 1
     }
     return replace(selection, alternatives=alternatives, costs=s.costs)
 

@@ -60,9 +60,9 @@ class Mismatch:
     """One requirement that a row does not meet; any one of `fixes` closes the gap."""
 
     need: str
-    asked: str
+    requested: str
     supported: str
     fixes: tuple[Fix, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.asked} ({self.supported})"
+        return f"{self.requested} ({self.supported})"

@@ -156,14 +156,14 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
         mode = s.needs.speculation.mode
         verifier = replace(roles[mode], reason=f"--speculative-attention-mode {mode}")
         roles["verify"] = roles["draft"] = verifier
-    found = replace(
+    selection = replace(
         base,
         roles=roles,
         page_size=page,
         page_size_reason=page_reason,
         layout=sorted(pre.row.layouts & dec.row.layouts, key=lambda x: (x != "NHD", x))[0],
     )
-    return with_alternatives(s, found, pre, dec, fitting, _conflict)
+    return with_alternatives(s, selection, pre, dec, fitting, _conflict)
 
 
 def _joint_rank(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[float, ...]:

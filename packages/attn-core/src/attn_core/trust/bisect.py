@@ -276,15 +276,15 @@ def smallest(
             )
         backend = wrong_names[0]
 
-    def asked(name: str) -> Run:
+    def run_of(name: str) -> Run:
         return lambda call: rerun(call, bench_for(call, name, registry, device))
 
     other_names = [name for name in r.recorded if name != backend]
-    reference_run = asked(other_names[0]) if other_names else None
-    result = bisect(r, asked(backend), reference_run, step=step)
+    reference_run = run_of(other_names[0]) if other_names else None
+    result = bisect(r, run_of(backend), reference_run, step=step)
     recorded = {}
     for name in (backend, *other_names):
         with contextlib.suppress(AttnError):
-            outputs = asked(name)(result.smallest)
+            outputs = run_of(name)(result.smallest)
             recorded[name] = (outputs.out, outputs.lse)
     return replace(result, smallest=replace(result.smallest, recorded=recorded))

@@ -212,10 +212,10 @@ class Shadow:
             alone = captured(first.config, call, answers, [request], {})
             verdicts = judge(alone, _of(alone.recorded, answers))
             if any(verdict.wrong for verdict in verdicts.values()):
-                self._found(first.config, sampled, call, answers, request, verdicts)
+                self._record(first.config, sampled, call, answers, request, verdicts)
                 return
 
-    def _found(
+    def _record(
         self,
         config: BackendConfig,
         sampled: _Sampled,
@@ -288,8 +288,8 @@ def _rounds(config: BackendConfig) -> torch.dtype | None:
 
 
 def _parts(value: Output, lse: bool) -> tuple[Tensor, Tensor | None]:
-    out, found = value if isinstance(value, tuple) else (value, None)
-    return out, found if lse else None
+    out, logs = value if isinstance(value, tuple) else (value, None)
+    return out, logs if lse else None
 
 
 def _of(

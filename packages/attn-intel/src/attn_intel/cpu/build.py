@@ -96,9 +96,9 @@ def distrusted(library: pathlib.Path) -> str | None:
 
 def compiler() -> tuple[str, ...]:
     """Return the command of the C compiler: $CC, else cc, gcc or clang; empty: it is not there."""
-    asked = shlex.split(os.environ.get("CC", ""))
-    found = (shutil.which(name) for name in (asked[:1] or COMPILERS))
-    return next(((path, *asked[1:]) for path in found if path), ())
+    command = shlex.split(os.environ.get("CC", ""))
+    paths = (shutil.which(name) for name in (command[:1] or COMPILERS))
+    return next(((path, *command[1:]) for path in paths if path), ())
 
 
 def unsupported() -> str | None:

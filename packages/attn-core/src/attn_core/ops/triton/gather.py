@@ -84,7 +84,7 @@ def count_row(topk_indices, row_stride, token, work, units, tokens, TOPK, BLOCK:
 
 @triton.jit(do_not_specialize=["row_stride", "topk", "tokens", "units"])
 def place_slots(
-    topk_indices, row_stride, place, found, topk, tokens, work, units,
+    topk_indices, row_stride, place, slots, topk, tokens, work, units,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Write the slots of a query among the pages that decode_pages decoded; -1 stays.
@@ -104,7 +104,7 @@ def place_slots(
     selected = slot >= 0
     number = tl.load(place + slot // PAGE, mask=selected, other=0)
     new = tl.where(selected, number * PAGE + slot % PAGE, -1)
-    tl.store(found + token * topk + n, new, mask=mask)
+    tl.store(slots + token * topk + n, new, mask=mask)
 
 
 class Count(NamedTuple):

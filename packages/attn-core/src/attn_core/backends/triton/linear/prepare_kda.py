@@ -51,9 +51,9 @@ def flat(x, dtype: tl.constexpr):
 @triton.jit
 def apart(row, after, left, ahead, i, dtype: tl.constexpr, C: tl.constexpr):
     """Return the products [64, 64] of rows with tokens of other blocks of 16."""
-    found = tl.dot(flat(row, dtype), tl.trans(left), input_precision=C.PRECISION)
+    near = tl.dot(flat(row, dtype), tl.trans(left), input_precision=C.PRECISION)
     far = tl.dot(flat(row * after, dtype), tl.trans(ahead), input_precision=C.PRECISION)
-    return tl.where((i[:, None] // 32) == (i[None, :] // 32), found, far)
+    return tl.where((i[:, None] // 32) == (i[None, :] // 32), near, far)
 
 
 @triton.jit
@@ -101,10 +101,10 @@ def within_exactly(q, k, g, c, dtype: tl.constexpr, C: tl.constexpr):
         q_row, k_row, column = halved(q, k, g, c, 2**level, dtype)
         column = tl.permute(column.to(dtype), (0, 2, 1))
         same = (r[:, None] // 2 ** (level + 1)) == (r[None, :] // 2 ** (level + 1))
-        found = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
-        L += tl.where(same[None, :, :], found, 0.0)
-        found = tl.dot(q_row.to(dtype), column, input_precision=C.PRECISION)
-        P += tl.where(same[None, :, :], found, 0.0)
+        products = tl.dot(k_row.to(dtype), column, input_precision=C.PRECISION)
+        L += tl.where(same[None, :, :], products, 0.0)
+        products = tl.dot(q_row.to(dtype), column, input_precision=C.PRECISION)
+        P += tl.where(same[None, :, :], products, 0.0)
     return L, P
 
 
@@ -125,9 +125,9 @@ def within(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def on_diagonal(found, other, i):
+def on_diagonal(blocks, other, i):
     """Return [64, 64]: blocks [4, 16, 16] on the diagonal, what another matrix has elsewhere."""
-    wide = tl.reshape(tl.broadcast_to(found[:, :, None, :], (4, 16, 4, 16)), (CHUNK, CHUNK))
+    wide = tl.reshape(tl.broadcast_to(blocks[:, :, None, :], (4, 16, 4, 16)), (CHUNK, CHUNK))
     return tl.where((i[:, None] // 16) == (i[None, :] // 16), wide, other)
 
 

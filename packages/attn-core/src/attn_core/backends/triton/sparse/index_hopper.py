@@ -102,7 +102,7 @@ def score_rows(
     k_tile = k_tiles.index(HALF)
     zeros = gl.full([KEYS, HEADS], 0.0, gl.float32, S)
     W: gl.constexpr = gl.SliceLayout(0, S)
-    w_lines = w_tiles._reinterpret(
+    w_vectors = w_tiles._reinterpret(
         gl.float32, [STAGES, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     position = begin + HALF * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, S))
@@ -125,7 +125,7 @@ def score_rows(
             key_tile = k_tile.load(K)
             out = scores + start.to(gl.int64) * row_stride
             queries.wait_full(step)
-            w = w_lines.index(queries.stage(step)).load(W)
+            w = w_vectors.index(queries.stage(step)).load(W)
             heads = queries.tile.index(queries.stage(step)).permute((1, 0))
             products = gl.maximum(hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False), 0.0)
             queries.release(step)
@@ -134,7 +134,7 @@ def score_rows(
                 queries.wait_full(step)
                 heads = queries.tile.index(queries.stage(step)).permute((1, 0))
                 coming = hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False, is_async=True)
-                next_w = w_lines.index(queries.stage(step)).load(W)
+                next_w = w_vectors.index(queries.stage(step)).load(W)
                 store_scores(products, w, scale, out, position, r - 1, end, length)
                 # into registers of their own: the next products come while these are added up
                 products = gl.maximum(hopper.warpgroup_mma_wait(0, deps=[coming]), 0.0)

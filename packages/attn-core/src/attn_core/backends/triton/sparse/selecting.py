@@ -20,14 +20,14 @@ VECTOR = 4  # scores that a thread loads at once
 
 class SelectConstants(NamedTuple):
     """What select_topk is compiled for, in scores: those of a sample, of a segment of which the
-    greater ones are marked, and those that are loaded at once. ROOM is for candidates: 32 more than
-    are selected fit at least.
+    greater ones are marked, and those that are loaded at once. CAPACITY is for candidates: 32 more
+    than are selected fit at least.
     """
 
     SAMPLE: int
     SEGMENT: int
     AT_ONCE: int
-    ROOM: int
+    CAPACITY: int
 
 
 class Selecting(NamedTuple):
@@ -108,11 +108,11 @@ def steps(
     """
     topk, columns, narrowed = chosen.shape[1], inputs.longest, 0
     constants = selector.constants
-    constants = constants._replace(ROOM=max(constants.ROOM, power_of_two(topk + 32)))
+    constants = constants._replace(CAPACITY=max(constants.CAPACITY, power_of_two(topk + 32)))
     span = max(ROW, -(-columns // max(1, ROW // topk)))  # what is kept is a row in turn
     span = -(-span // 32) * 32
     programs = min(max(1, count * -(-columns // span)), SELECT_PROGRAMS)
-    shape = (programs, constants.ROOM + constants.SEGMENT // 32 + 1)
+    shape = (programs, constants.CAPACITY + constants.SEGMENT // 32 + 1)
     scratch = torch.empty(shape, dtype=torch.int32, device=scores.device)
     positions, result = scratch, []
     while True:

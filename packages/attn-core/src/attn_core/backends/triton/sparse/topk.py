@@ -137,7 +137,7 @@ def counted_before(x):
 
 @triton.jit
 def append_marked(
-    marks, start, stop, candidates, kept, SEGMENT: tl.constexpr, ROOM: tl.constexpr
+    marks, start, stop, candidates, kept, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr
 ):  # fmt: skip
     """Write the marked columns of a segment behind the `kept` ones, by 32 until one lacks room.
 
@@ -149,7 +149,7 @@ def append_marked(
     bits &= tl.where(num_columns == 32, -1, (1 << num_columns) - 1).to(tl.uint32, bitcast=True)
     count = ones(bits)
     place = kept + tl.cumsum(count) - count
-    fits = place + count <= ROOM
+    fits = place + count <= CAPACITY
     bits = tl.where(fits, bits, 0)
     count = tl.where(fits, count, 0)
     out_ptrs = candidates + place
@@ -162,15 +162,15 @@ def append_marked(
 
 
 @triton.jit
-def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, ROOM: tl.constexpr):
+def keep_greatest(scores, candidates, kept, TOPK: tl.constexpr, CAPACITY: tl.constexpr):
     """Let the TOPK greatest of `kept` candidates stay, in their order; return the least's rank."""
-    entry = tl.arange(0, ROOM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    entry = tl.arange(0, CAPACITY // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     valid = entry < kept
     column = tl.load(candidates + entry, mask=valid, other=0)
     score = tl.load(scores + column, mask=valid, other=0.0)
     ranks = tl.where(valid, rank_bits(score), 0)
     guess, step = normal_guess(score, kept.to(tl.float32), TOPK * 1.0)
-    threshold = find_border(ranks, guess, step, TOPK, TOPK, ROOM)
+    threshold = find_border(ranks, guess, step, TOPK, TOPK, CAPACITY)
     above = (ranks > threshold).to(tl.int32)
     equal = (ranks == tl.maximum(threshold, 1)).to(tl.int32)  # 0 is no score
     counts = counted_before((above << 16) + equal)  # two counts in one scan
@@ -197,22 +197,22 @@ def select_topk(
     """Select the greatest scores of queries; what it writes is in the order of the keys.
 
     A row is read once. What exceeds a limit becomes a candidate: first one that a sample of the row
-    gives. Where candidates fill their C.ROOM places, the TOPK greatest stay and the least of these
-    is the limit, since of equal scores the earlier ones win. The TOPK greatest candidates are the
-    row's; where they are fewer the row is read anew without a limit. So all that is written is a
-    function of the scores alone.
+    gives. Where candidates fill their C.CAPACITY places, the TOPK greatest stay and the least of
+    these is the limit, since of equal scores the earlier ones win. The TOPK greatest candidates are
+    the row's; where they are fewer the row is read anew without a limit. So all that is written is
+    a function of the scores alone.
 
     pieces: of `span` columns each that rows are cut into. Where there are more than one, TOPK
     scores and positions of each, -1 behind them, go to kept_scores and chosen, for another launch.
     Else slots int32 [TOPK], -1 behind them, go to chosen. narrowed: the span of such pieces, of
     which scores and positions hold what was kept; else 0, and the key at t is in column t. scratch:
-    int32 [programs, C.ROOM + C.SEGMENT // 32 + 1]: not a multiple of 4, so that a thread loads
+    int32 [programs, C.CAPACITY + C.SEGMENT // 32 + 1]: not a multiple of 4, so that a thread loads
     single words. Stores of single columns then have the loads' layout; else each exchanges its
     columns through shared memory. VECTOR: what strides and addresses of rows are multiples of.
     """
-    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.ROOM + C.SEGMENT // 32 + 1)
-    marks = candidates + C.ROOM
-    output = tl.arange(0, C.ROOM // 4)
+    candidates = scratch + tl.program_id(0).to(tl.int64) * (C.CAPACITY + C.SEGMENT // 32 + 1)
+    marks = candidates + C.CAPACITY
+    output = tl.arange(0, C.CAPACITY // 4)
     last = pieces == 1
     for item in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = item // pieces
@@ -237,11 +237,11 @@ def select_topk(
         if visible > TOPK:
             row_scores = scores + at_row
             limit = tl.full((), 0, tl.uint32)
-            if stop - piece_start > C.ROOM:
+            if stop - piece_start > C.CAPACITY:
                 limit = guess_limit(row_scores + piece_start, stop - piece_start, TOPK, C.SAMPLE)
             start, kept, more = piece_start, num_taken, piece_start < stop
             while more:
-                has_capacity = kept <= C.ROOM
+                has_capacity = kept <= C.CAPACITY
                 while (start < stop) & has_capacity:
                     mark_above(
                         row_scores,
@@ -256,7 +256,7 @@ def select_topk(
                     tl.debug_barrier()  # what other threads marked is read
                     previous = start
                     kept, start = append_marked(
-                        marks, start, stop, candidates, kept, C.SEGMENT, C.ROOM
+                        marks, start, stop, candidates, kept, C.SEGMENT, C.CAPACITY
                     )
                     has_capacity = start - previous == C.SEGMENT
                 more = start < stop
@@ -265,13 +265,13 @@ def select_topk(
                     more = piece_start < stop
                 else:
                     tl.debug_barrier()  # what other threads appended is read
-                    limit = keep_greatest(row_scores, candidates, kept, TOPK, C.ROOM)
+                    limit = keep_greatest(row_scores, candidates, kept, TOPK, C.CAPACITY)
                     kept = tl.minimum(kept, TOPK)
             num_taken = kept
             tl.debug_barrier()  # what other threads kept is read
         elif last:
             num_taken = visible
-        for offset in range(0, TOPK, C.ROOM // 4):
+        for offset in range(0, TOPK, C.CAPACITY // 4):
             n = offset + output
             valid = n < num_taken
             position = n

@@ -40,9 +40,9 @@ def acquired(ready):
 @gluon.jit
 def wait_ready(ready):
     """Wait until a chunk was announced."""
-    found = acquired(ready)
-    while found == 0:
-        found = acquired(ready)
+    announced = acquired(ready)
+    while announced == 0:
+        announced = acquired(ready)
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def prepare_gdn_ahead(
 ):  # fmt: skip
     """Do what prepare_gdn_hopper does, the first chunks of all requests and heads first.
 
-    Grid: as many programs as the device has room for. scans: the programs of the scan. WAITING: of
+    Grid: as many programs as fit the device. scans: the programs of the scan. WAITING: of
     these, how many wait for a chunk and value head.
     """
     tl.extra.cuda.gdc_launch_dependents()

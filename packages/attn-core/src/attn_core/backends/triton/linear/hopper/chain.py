@@ -79,12 +79,12 @@ def carry(carried, C: gl.constexpr):
         hopper.fence_async_shared()
         if j > 0:
             ring.release(j - 1)
-        line = f_tile.index(stage)
+        factors = f_tile.index(stage)
         if C.PER_CHANNEL:
-            fade = line.load(gl.SliceLayout(0, W))[None, :]
+            fade = factors.load(gl.SliceLayout(0, W))[None, :]
         else:
             fade = d_tile.index(stage).load(gl.SliceLayout(1, W))[:, None]
-            f_in = line.slice(0, 64).load(gl.SliceLayout(0, A))[None, :]
+            f_in = factors.slice(0, 64).load(gl.SliceLayout(0, A))[None, :]
         sk, _ = hopper.warpgroup_mma_wait(0, deps=[sk, state])
         if C.PER_CHANNEL:
             x = x - sk
@@ -99,7 +99,7 @@ def carry(carried, C: gl.constexpr):
         S = hopper.warpgroup_mma_wait(1, deps=[S])  # no wait: S fades while the product runs
         S = S * fade
         if not C.PER_CHANNEL:
-            f_out = line.slice(64, 64).load(gl.SliceLayout(0, A))[None, :]
+            f_out = factors.slice(64, 64).load(gl.SliceLayout(0, A))[None, :]
         u, S, _ = hopper.warpgroup_mma_wait(0, deps=[u, S, update])
         if not C.PER_CHANNEL:
             own = u.to(dtype)

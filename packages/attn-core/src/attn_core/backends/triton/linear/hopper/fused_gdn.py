@@ -28,7 +28,7 @@ from attn_core.backends.triton.linear.hopper.fused_solve import (
     zero_rows,
 )
 from attn_core.backends.triton.linear.hopper.scan import load_state, write_outputs
-from attn_core.backends.triton.linear.hopper.solve import CHUNK, LINE, A, barrier
+from attn_core.backends.triton.linear.hopper.solve import CHUNK, VECTOR, A, barrier
 
 W = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 AX = gl.constexpr(gl.DotOperandLayout(0, A, 2))
@@ -101,8 +101,8 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         states, slots, checkpoints, own,
     ) = carried  # fmt: skip
     keys, queries, values = tokens_of
-    gates, beta_lines, total_lines = gated
-    into_lines, query_lines, out_lines = factors
+    gates, betas, totals = gated
+    into_factors, query_factors, out_factors = factors
     request, b, hv = own
     begin, tokens, first, num_chunks = request
     dtype: gl.constexpr = keys.tile.dtype
@@ -142,15 +142,15 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
         solved.wait_full(j)
         sk, y, _ = hopper.warpgroup_mma_wait(0, deps=[sk, y, state])
         x = v.permute((1, 0)).load(A)
-        f_in = into_lines.index(place).load(N)
+        f_in = into_factors.index(place).load(N)
         x = gl.convert_layout((x.to(gl.float32) + sk * f_in[None, :]).to(dtype), AX)
         T = solved.tile.index(place).permute((1, 0))
         u = hopper.warpgroup_mma(x, T, zero, use_acc=False, is_async=True)
         if TILE == 0:
             copy_ahead(tokens_of, solved, maps, own, j, C)
-        S = S * gl.exp(total_lines.index(j % (2 * AHEAD)).load(gl.SliceLayout(1, W)))[:, None]
-        f_out = out_lines.index(place).load(N)
-        y = y * query_lines.index(place).load(N)[None, :]
+        S = S * gl.exp(totals.index(j % (2 * AHEAD)).load(gl.SliceLayout(1, W)))[:, None]
+        f_out = out_factors.index(place).load(N)
+        y = y * query_factors.index(place).load(N)[None, :]
         u, _ = hopper.warpgroup_mma_wait(0, deps=[u, x])
         update = gl.convert_layout((u * f_out[None, :]).to(dtype), WX)
         S = hopper.warpgroup_mma(update, k, S, is_async=True)
@@ -178,9 +178,9 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def new_lines(COUNT: gl.constexpr):
-    """Return room for numbers of each token of COUNT chunks."""
-    return gl.allocate_shared_memory(gl.float32, [COUNT, CHUNK], LINE)
+def alloc_vectors(COUNT: gl.constexpr):
+    """Allocate a number of each token of COUNT chunks."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT, CHUNK], VECTOR)
 
 
 @gluon.jit
@@ -211,11 +211,11 @@ def fused_gdn_hopper(
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
     first = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
     second = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], HALF)
-    gate_lines, beta_lines = new_lines(2 * AHEAD), new_lines(2 * AHEAD)
-    gated = (new_channel(gate_lines, 2), beta_lines, new_lines(2 * AHEAD))
-    factors = (new_lines(2), new_lines(2), new_lines(2))
+    gate_vectors, betas = alloc_vectors(2 * AHEAD), alloc_vectors(2 * AHEAD)
+    gated = (new_channel(gate_vectors, 2), betas, alloc_vectors(2 * AHEAD))
+    factors = (alloc_vectors(2), alloc_vectors(2), alloc_vectors(2))
     works = (below, first, second)
-    q_norms = new_channel(new_lines(2), 2)
+    q_norms = new_channel(alloc_vectors(2), 2)
     init_barriers((keys, queries), 1, 1)
     init_barriers((values,), 1, 2)
     init_barriers((solved, gated[0]), 1, 2)
@@ -226,12 +226,12 @@ def fused_gdn_hopper(
         tokens_of, q_norms, solved, P_tiles, gated, factors, maps, (inputs, weights, numbers),
         out_map, out, states, slots, checkpoints, (request, b, hv),
     )  # fmt: skip
-    given = (
-        keys, queries, q_norms, solved, P_tiles, gated, factors, new_lines(1).index(0), works,
+    operands = (
+        keys, queries, q_norms, solved, P_tiles, gated, factors, alloc_vectors(1).index(0), works,
         numbers, request,
     )  # fmt: skip
     gl.warp_specialize(
-        [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (solve_chunks, (given, C))],
+        [(carry, (carried, 0, C)), (carry, (carried, 1, C)), (solve_chunks, (operands, C))],
         [4, 4],
         [192, 120],
     )

@@ -42,7 +42,7 @@ def keep_gates(gated, layer, own, turn, C: gl.constexpr):
 
     Behind a request its last token's gates are read, and none counts.
     """
-    channel, beta_lines, total_lines = gated
+    channel, betas, totals = gated
     inputs, weights, numbers = layer
     request, b, hv = own
     begin, tokens = request[0], request[1]
@@ -56,17 +56,17 @@ def keep_gates(gated, layer, own, turn, C: gl.constexpr):
     g = gl.where(t < tokens, log_decay(g, a_log, bias, numbers.lower_bound, C), 0.0)
     beta = gl.where(t < tokens, update_rate(beta, C), 0.0)
     place = turn % 2
-    store_lines(channel.tile, place, gl.associative_scan(g, 1, sums) * LOG2_E)
-    store_lines(beta_lines, place, beta)
+    store_vectors(channel.tile, place, gl.associative_scan(g, 1, sums) * LOG2_E)
+    store_vectors(betas, place, beta)
     one = gl.full([AHEAD, CHUNK], 1.0, gl.float32, GATES)
-    store_lines(total_lines, place, one * gl.sum(g, 1)[:, None])
+    store_vectors(totals, place, one * gl.sum(g, 1)[:, None])
     channel.fill(turn)
 
 
 @gluon.jit
-def store_lines(lines, place, x):
-    """Store [4, 64] in four lines."""
-    lines._reinterpret(gl.float32, [2, AHEAD, CHUNK], TABLE).index(place).store(x)
+def store_vectors(vectors, place, x):
+    """Store [4, 64] as four vectors."""
+    vectors._reinterpret(gl.float32, [2, AHEAD, CHUNK], TABLE).index(place).store(x)
 
 
 @gluon.jit
@@ -76,9 +76,9 @@ def keep_norms(q_norms, queries, j, numbers, TILE: gl.constexpr, C: gl.constexpr
     What stood in its place is done with: chunk j - 2 has been solved.
     """
     rows = queries.tile.index(queries.stage(j)).slice(TILE * 32, 32)
-    line = q_norms.tile.index(q_norms.stage(j)).slice(TILE * 32, 32)
+    norms = q_norms.tile.index(q_norms.stage(j)).slice(TILE * 32, 32)
     queries.wait_full(j)
-    line.store(norms_of_rows(rows, numbers.eps, C.NORM) * numbers.scale)
+    norms.store(norms_of_rows(rows, numbers.eps, C.NORM) * numbers.scale)
     q_norms.fill(j)
 
 
@@ -118,14 +118,16 @@ def begin_chunk(keys, j, left):
 
 
 @gluon.jit
-def solve_chunks(given, C: gl.constexpr):
+def solve_chunks(operands, C: gl.constexpr):
     """Leave T and P of each chunk, and what its keys, queries and updates are multiplied by.
 
-    A line [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
+    A vector [64] or a tile is a buffer of its own: Triton waits between two stores to parts of one.
     """
-    keys, queries, q_norms, solved, P_tiles, gated, factors, k_line, works, numbers, request = given
-    gates, beta_lines, total_lines = gated
-    into_lines, query_lines, out_lines = factors
+    (
+        keys, queries, q_norms, solved, P_tiles, gated, factors, k_norms, works, numbers, request,
+    ) = operands  # fmt: skip
+    gates, betas, totals = gated
+    into_factors, query_factors, out_factors = factors
     dtype: gl.constexpr = keys.tile.dtype
     tokens, num_chunks = request[1], request[3]
     below, first, second = works
@@ -140,28 +142,28 @@ def solve_chunks(given, C: gl.constexpr):
         gates.wait_full(j // AHEAD)
         known = j % (2 * AHEAD)
         G_row, G_column = gates.tile.index(known).load(R), gates.tile.index(known).load(N)
-        beta_line = beta_lines.index(known)
+        beta = betas.index(known)
         kk, qk = hopper.warpgroup_mma_wait(0, deps=[kk, qk])
         norm = norms_of(kk, numbers.eps, C.NORM)
-        k_line.store(norm)
+        k_norms.store(norm)
         solved.wait_free(j)
         place = solved.stage(j)
         barrier()
-        decay = decays(G_row, G_column) * k_line.load(N)[None, :]
+        decay = decays(G_row, G_column) * k_norms.load(N)[None, :]
         Z = kk * decay
         blocks = diagonal_blocks(Z)
-        below.store((Z * (norm * -beta_line.load(R))[:, None]).to(gl.float16))
+        below.store((Z * (norm * -beta.load(R))[:, None]).to(gl.float16))
         r, n = gl.arange(0, CHUNK, R)[:, None], gl.arange(0, CHUNK, N)[None, :]
         q_norm = q_norms.tile.index(q_norms.stage(j)).load(R)
         P = gl.where(r >= n, qk, 0.0) * decay
         P_tiles.index(place).store((P * q_norm[:, None]).to(dtype))
         into = gl.exp2(G_row)
-        into_lines.index(place).store(into * -norm)
-        query_lines.index(place).store(into * q_norm)
-        total = total_lines.index(known).load(R)
-        out_lines.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
-        D = inverse_of_blocks(blocks, norm, beta_line, gl.float16)
-        T = solve(D, beta_line, below, first, second)
+        into_factors.index(place).store(into * -norm)
+        query_factors.index(place).store(into * q_norm)
+        total = totals.index(known).load(R)
+        out_factors.index(place).store(gl.exp2(total * LOG2_E - G_row) * norm)
+        D = inverse_of_blocks(blocks, norm, beta, gl.float16)
+        T = solve(D, beta, below, first, second)
         solved.tile.index(place).store(T.to(dtype))
         kk = begin_chunk(keys, j + 1, tokens - (j + 1) * CHUNK)  # T is stored meanwhile
         hopper.fence_async_shared()

@@ -18,8 +18,8 @@ from attn_core.backends.triton.linear.gates import (
 )
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
-    LINE,
     LOG2_E,
+    VECTOR,
     A,
     barrier,
     decays,
@@ -61,11 +61,11 @@ def load_gates(inputs, weights, numbers, first, hv, count, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexpr):
+def prepare_chunk(k_tile, q_tile, below, vectors, g, beta, numbers, C: gl.constexpr):
     """Return what `solve` takes, P, the factors of Workspace and the chunk's decay.
 
-    k_tile, q_tile [64, K]: in shared memory. below: where -L goes. lines: float32 [4, 64], to work
-    with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
+    k_tile, q_tile [64, K]: in shared memory. below: where -L goes. vectors: float32 [4, 64], to
+    work with; the second is beta. g, beta: of load_gates. No product is in flight in the end.
     """
     R: gl.constexpr = gl.SliceLayout(1, A)
     N: gl.constexpr = gl.SliceLayout(0, A)
@@ -74,29 +74,29 @@ def prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C: gl.constexp
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, A)
     k_columns = k_tile.permute((1, 0))
     kk = hopper.warpgroup_mma(k_tile, k_columns, zero, use_acc=False, is_async=True)
-    lines.index(0).store(G)
-    lines.index(1).store(beta)
-    lines.index(3).store(norms_of_rows(q_tile, numbers.eps, C.NORM) * numbers.scale)
+    vectors.index(0).store(G)
+    vectors.index(1).store(beta)
+    vectors.index(3).store(norms_of_rows(q_tile, numbers.eps, C.NORM) * numbers.scale)
     barrier()
-    G_row, G_column = lines.index(0).load(R), lines.index(0).load(N)
+    G_row, G_column = vectors.index(0).load(R), vectors.index(0).load(N)
     kk = hopper.warpgroup_mma_wait(0, deps=[kk])
     qk = hopper.warpgroup_mma(q_tile, k_columns, zero, use_acc=False, is_async=True)
     k_norm = norms_of(kk, numbers.eps, C.NORM)
-    lines.index(2).store(k_norm)
+    vectors.index(2).store(k_norm)
     barrier()
-    decay = decays(G_row, G_column) * lines.index(2).load(N)[None, :]
+    decay = decays(G_row, G_column) * vectors.index(2).load(N)[None, :]
     Z = kk * decay
     blocks = diagonal_blocks(Z)
-    below.store((Z * (k_norm * -lines.index(1).load(R))[:, None]).to(gl.float16))
+    below.store((Z * (k_norm * -vectors.index(1).load(R))[:, None]).to(gl.float16))
     r = gl.arange(0, CHUNK, R)
     n = gl.arange(0, CHUNK, N)
     qk = hopper.warpgroup_mma_wait(0, deps=[qk])
     P = gl.where(r[:, None] >= n[None, :], qk, 0.0) * decay
-    q_norm = lines.index(3).load(R)
+    q_norm = vectors.index(3).load(R)
     into = gl.exp2(G_row)
     factors = (into * k_norm, into * q_norm, gl.exp2(total * LOG2_E - G_row) * k_norm)
     P = (P * q_norm[:, None]).to(k_tile.dtype)
-    D = inverse_of_blocks(blocks, k_norm, lines.index(1), gl.float16)
+    D = inverse_of_blocks(blocks, k_norm, vectors.index(1), gl.float16)
     return D, P, factors, gl.exp(total)
 
 
@@ -113,7 +113,7 @@ def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
     k_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     q_tile = gl.allocate_shared_memory(dtype, [CHUNK, C.K], L)
     below = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], H)
-    lines = gl.allocate_shared_memory(gl.float32, [4, CHUNK], LINE)
+    vectors = gl.allocate_shared_memory(gl.float32, [4, CHUNK], VECTOR)
     copy_rows(k_tile, inputs.k, first, h, count, C)
     copy_rows(q_tile, inputs.q, first, h, count, C)
     async_copy.commit_group()
@@ -121,7 +121,7 @@ def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
     async_copy.wait_group(0)
     hopper.fence_async_shared()
     barrier()
-    D, P, factors, decay = prepare_chunk(k_tile, q_tile, below, lines, g, beta, numbers, C)
+    D, P, factors, decay = prepare_chunk(k_tile, q_tile, below, vectors, g, beta, numbers, C)
     f_at = work.factors + at * (3 * CHUNK) + gl.arange(0, CHUNK, gl.SliceLayout(1, A))
     for i in gl.static_range(3):
         gl.store(f_at + i * CHUNK, factors[i])
@@ -132,7 +132,7 @@ def prepare_item(c, hv, inputs, weights, numbers, chunks, work, C: gl.constexpr)
     ptr = work.T + at * (2 * CHUNK * CHUNK)
     store_square(ptr + CHUNK * CHUNK, P)
     tiles = gl.allocate_shared_memory(gl.float16, [3, CHUNK, CHUNK], H)
-    store_square(ptr, solve(D, lines.index(1), below, tiles.index(1), tiles.index(2)))
+    store_square(ptr, solve(D, vectors.index(1), below, tiles.index(1), tiles.index(2)))
 
 
 @gluon.jit

@@ -22,8 +22,8 @@ from attn_core.backends.triton.linear.gates import (
 )
 from attn_core.backends.triton.linear.hopper.solve import (
     CHUNK,
-    LINE,
     LOG2_E,
+    VECTOR,
     A,
     B,
     barrier,
@@ -256,8 +256,8 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     row = -gl.convert_layout(beta, gl.SliceLayout(1, A))
     tiles.index(0).store((L_off * row[:, None]).to(gl.float16))
     one = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, A))
-    line = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
     below, first, second = tiles.index(0), tiles.index(1), tiles.index(2)
-    line.store(beta)
-    D = inverse_of_blocks(L_near, one, line, gl.float16)
-    store_solved(work, at, solve(D, line, below, first, second), P, tiles.index(3))
+    betas.store(beta)
+    D = inverse_of_blocks(L_near, one, betas, gl.float16)
+    store_solved(work, at, solve(D, betas, below, first, second), P, tiles.index(3))

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
 CHUNK = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of [64] in shared memory
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of [64] in shared memory
 # of [64, 64] as a product of four warps leaves it, and of four blocks [16, 16]
 A = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 B = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
@@ -206,12 +206,12 @@ def norms_of_rows(tile, eps, NORM: gl.constexpr):
     thread adds to eight sums in turn: to a single one, each square would wait for the one before.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [0, 1])
-    found = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
+    norms = gl.full([tile.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, L))
     if NORM:
         a, b, c, d = columns_of(tile.load(L).to(gl.float32))
-        found = gl.sum(a * a + b * b + c * c + d * d, 1)
-        found = gl.convert_layout(gl.rsqrt(found + eps), gl.SliceLayout(1, L))
-    return found
+        squares = gl.sum(a * a + b * b + c * c + d * d, 1)
+        norms = gl.convert_layout(gl.rsqrt(squares + eps), gl.SliceLayout(1, L))
+    return norms
 
 
 @gluon.jit
@@ -221,6 +221,6 @@ def norms_of(squares, eps, NORM: gl.constexpr):
     if NORM:
         r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
         c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-        found = gl.sum(gl.where(r == c, diagonal_blocks(squares), 0.0), 2)
-        return gl.convert_layout(gl.reshape(gl.rsqrt(found + eps), (CHUNK,)), R)
+        own = gl.sum(gl.where(r == c, diagonal_blocks(squares), 0.0), 2)
+        return gl.convert_layout(gl.reshape(gl.rsqrt(own + eps), (CHUNK,)), R)
     return gl.full([CHUNK], 1.0, gl.float32, R)
