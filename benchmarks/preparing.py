@@ -47,7 +47,8 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
     before = None if limit_s is None else signal.signal(signal.SIGALRM, over)
     others.update(children() if limit_s else ())
     done = threading.Event()
-    threading.Thread(target=print_stacks, args=(done,), daemon=True).start()
+    watcher = threading.Thread(target=print_stacks, args=(done,), daemon=True)
+    watcher.start()
     try:
         try:
             if limit_s is not None:
@@ -69,6 +70,7 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
         if limit_s is not None:
             signal.signal(signal.SIGALRM, before)
         done.set()
+        watcher.join()
         say(f"{name}: {ended} {time.perf_counter() - start:.1f} s")
 
 

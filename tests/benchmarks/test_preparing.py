@@ -103,7 +103,7 @@ def test_what_hangs_shows_where_until_it_ends(monkeypatch, capsys, limit):
     assert unwound > 100
     assert shown.count(", in hanging") > 5
     assert "in print_stacks" not in shown
-    time.sleep(0.05)
+    time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
 
