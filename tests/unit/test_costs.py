@@ -86,7 +86,7 @@ def test_a_ragged_batch_lies_between_even_ones(requests, mean, skew):
 def test_what_is_far_from_all_that_was_measured_has_no_estimate():
     profile = profile_of(affine)
     for near in (Pass.even("decode", 1, 512), Pass.even("decode", 65, 32768)):
-        assert estimate(profile, near).us == pytest.approx(affine(near), rel=1e-3)
+        assert estimate(profile, near).us == pytest.approx(affine(near), rel=1e-2)
     for far in (Pass.even("decode", 1, 64), Pass.even("decode", 1024, 4096)):
         assert estimate(profile, far) is None
     assert estimate(profile, Pass.even("decode", 1, 1 << 18)) is None
@@ -101,6 +101,15 @@ def test_many_requests_as_long_as_one_alone_was_are_far():
     profile = profile_of(affine, sizes)
     assert estimate(profile, Pass.even("decode", 8, 16384)) is not None
     assert estimate(profile, Pass.even("decode", 64, 16384)) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_backend_of_few_small_passes_is_not_as_fast_in_large_ones(count):
+    """Nothing says yet which work takes the time, so launching alone does not."""
+    sizes = [Pass.even("decode", 1, length) for length in (1024, 1030, 1040)[:count]]
+    profile = profile_of(lambda x: 0.4 * x.kv_tokens, sizes)
+    for large in (Pass.even("decode", 8, 1024), Pass.even("decode", 1, 8192)):
+        assert 2 * 409.6 < estimate(profile, large).us < 9 * 409.6
 
 
 def test_times_of_any_size_have_estimates():
