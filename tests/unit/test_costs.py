@@ -190,6 +190,13 @@ def test_another_head_dim_stands_where_nothing_nearer_does_and_not_where_a_row_i
     assert estimate(bad, GRID[3]).us == affine(GRID[3])
 
 
+def test_a_pass_in_which_a_backend_failed_has_no_estimate_from_others():
+    failed = Pass.even("decode", 3, 2048)
+    profile = replace(profile_of(affine), bad={Key("a", "", FORM, failed): "it takes no more"})
+    assert estimate(profile, failed) is None
+    assert estimate(profile, Pass.even("decode", 3, 2049)) is not None
+
+
 def test_a_row_that_changed_has_no_times_and_prose_is_no_change():
     row = Capabilities(kind="mha", device="any", dtypes={"bf16"}, kv_dtypes={"bf16"}, priority=1)
     assert row_key(row) == row_key(replace(row, priority=2, note="other words"))
