@@ -103,6 +103,15 @@ def test_many_requests_as_long_as_one_alone_was_are_far():
     assert estimate(profile, Pass.even("decode", 64, 16384)) is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_backend_of_few_small_passes_is_not_as_fast_in_large_ones(count):
+    """Nothing says yet which work takes the time, so launching alone does not."""
+    sizes = [Pass.even("decode", 1, length) for length in (1024, 1030, 1040)[:count]]
+    profile = profile_of(lambda x: 0.4 * x.kv_tokens, sizes)
+    for large in (Pass.even("decode", 8, 1024), Pass.even("decode", 1, 8192)):
+        assert 2 * 409.6 < estimate(profile, large).us < 9 * 409.6
+
+
 def test_times_of_any_size_have_estimates():
     for us in (1e-300, 1e12):
         found = estimate(profile_of(lambda x, us=us: us), Pass.even("decode", 3, 2000))
@@ -179,6 +188,13 @@ def test_another_head_dim_stands_where_nothing_nearer_does_and_not_where_a_row_i
     bad = replace(profile, bad={Key("a", "", asked, GRID[0]): "wrong"})
     assert estimate(bad, GRID[3], form=asked) is None
     assert estimate(bad, GRID[3]).us == affine(GRID[3])
+
+
+def test_a_pass_in_which_a_backend_failed_has_no_estimate_from_others():
+    failed = Pass.even("decode", 3, 2048)
+    profile = replace(profile_of(affine), bad={Key("a", "", FORM, failed): "it takes no more"})
+    assert estimate(profile, failed) is None
+    assert estimate(profile, Pass.even("decode", 3, 2049)) is not None
 
 
 def test_a_row_that_changed_has_no_times_and_prose_is_no_change():

@@ -168,8 +168,11 @@ def test_a_shipped_profile_of_another_torch_or_release_is_left_out(registry, mon
     env = {"device": H200.name, "torch": "2.11.0+cu130"}
     env |= {"attn-core": attn_core.__version__, "attn-nvidia": attn_core.__version__}
     here, now = LIBRARIES | {"torch": env["torch"]}, None
-    monkeypatch.setattr(store, "shipped", lambda *args: tuned(env | ({changed: now} if now else {}),
-                                                              fa3=1.0))  # fmt: skip
+
+    def shipped(*args):
+        yield tuned(env | ({changed: now} if now else {}), fa3=1.0)
+
+    monkeypatch.setattr(store, "shipped", shipped)
     assert shipped_profile(H200, registry, here)[0].costs
     now = "2.11.0+cu128" if changed == "torch" else "0.0.9"
     found, why = shipped_profile(H200, registry, here)
@@ -177,6 +180,18 @@ def test_a_shipped_profile_of_another_torch_or_release_is_left_out(registry, mon
     said = f"{changed} was {now} and is {env[changed]}"
     assert said in why
     assert said in tuning(registry, H200, here, here=False).verdict
+
+
+@pytest.mark.parametrize("stale_last", [False, True])
+def test_each_shipped_profile_answers_for_its_own_versions(registry, monkeypatch, stale_last):
+    """Two plugins ship times of one device: those of another torch are not used with the others."""
+    stale = tuned({"device": H200.name, "torch": "2.10.0"}, fa3=1.0)
+    good = tuned({"device": H200.name, "torch": "2.11.0"}, triton=2.0)
+    shipped = [good, stale] if stale_last else [stale, good]
+    monkeypatch.setattr(store, "shipped", lambda *args: shipped)
+    found, why = shipped_profile(H200, registry, LIBRARIES | {"torch": "2.11.0"})
+    assert found.costs == good.costs
+    assert "torch was 2.10.0 and is 2.11.0" in why
 
 
 def test_a_shipped_profile_of_libraries_that_are_not_here_is_used(registry):
@@ -203,7 +218,7 @@ def test_a_broken_profile_is_skipped_and_named(tmp_path, monkeypatch, text, faul
     (folder / "x.json").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     store._files.cache_clear()
-    assert store.shipped(["attn_broken", "attn_no_such:thing", "?"], "x") is None
+    assert not list(store.shipped(["attn_broken", "attn_no_such:thing", "?"], "x"))
     (said,) = store.faults(["attn_broken"])
     assert fault in said
     assert "x.json" in said

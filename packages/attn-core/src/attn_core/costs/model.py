@@ -96,7 +96,8 @@ class CostModel:
     def _near(
         self, backend: str, row: str, form: Form, size: Pass
     ) -> Iterator[tuple[float, _Kind, Form, _Points]]:
-        if {(backend, row, form), (backend, "", form)} & self._bad:
+        own = [Key(backend, digest, form, size) for digest in (row, "")]
+        if any(key in self.profile.bad or key[:3] in self._bad for key in own):
             return
         for kind, series in self._kinds.items():
             known = kind.backend == backend and kind.row in (row, "")

@@ -130,18 +130,16 @@ def others(env: Mapping[str, str]) -> Iterator[str]:
                 yield f"{file.name} is not used: {', '.join(profile.differences(env))}"
 
 
-def shipped(modules: Iterable[str], device: str) -> Profile | None:
-    """Return what plugins ship for a device, by its driver's name; None if nothing.
+def shipped(modules: Iterable[str], device: str) -> Iterator[Profile]:
+    """Yield what plugins ship for a device, by its driver's name.
 
     modules: the values of the plugins' entry points. A file that cannot be read is skipped, and
     `faults` names it.
     """
-    merged: Profile | None = None
     for module in dict.fromkeys(modules):
         for _, data in _files(module):
             if not isinstance(data, str) and data.device == device:
-                merged = data if merged is None else merged.merged(data)
-    return merged
+                yield data
 
 
 def faults(modules: Iterable[str]) -> list[str]:

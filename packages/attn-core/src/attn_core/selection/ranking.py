@@ -27,22 +27,26 @@ from attn_core.spec.requirements import Requirements
 def shipped_profile(
     device: Device, registry: Registry, libraries: Libraries
 ) -> tuple[Profile, str]:
-    """Return what plugins ship for this device; or nothing, and a sentence that says why.
+    """Return what plugins ship for this device, and a sentence that says what is refused, and why.
 
     A profile is refused if torch, attn-core, a plugin or a library has another version here. One
     that is not known agrees, and one that is not here runs nothing.
     """
+    profile, refused = Profile(), dict[str, None]()
     if device.name is None:
-        return Profile(), ""
+        return profile, ""
     origins = registry.origins.values()
-    profile = store.shipped((origin.module for origin in origins), device.name) or Profile()
     packages = {"attn-core": attn_core.__version__, **{o.distribution: o.version for o in origins}}
-    installed = {n: v for n, v in {**libraries, **packages}.items() if n in profile.environment}
-    measured = Profile(environment={name: profile.environment[name] for name in installed})
-    if differs := measured.differences(installed):
-        text = f"the profile of {device.name} is not used: {', '.join(differs)}"
-        return Profile(), f"{text}; `attn tune` measures this machine"
-    return profile, ""
+    for own in store.shipped((origin.module for origin in origins), device.name):
+        known = {**libraries, **packages}.items()
+        installed = {n: v for n, v in known if n in own.environment}
+        measured = Profile(environment={name: own.environment[name] for name in installed})
+        if differs := measured.differences(installed):
+            refused[f"the profile of {device.name} is not used: {', '.join(differs)}"] = None
+        else:
+            profile = profile.merged(own)
+    text = "; ".join(refused)
+    return profile, f"{text}; `attn tune` measures this machine" if refused else ""
 
 
 @dataclass(frozen=True)
