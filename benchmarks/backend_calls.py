@@ -32,8 +32,8 @@ QWEN: dict[str, Any] = {"q_heads": 28, "kv_heads": 4}
 
 
 @dataclass(frozen=True)
-class ShownCase:
-    """A case, the backends that are timed in it, and how it is shown to them.
+class TimedCase:
+    """A case, the backends that are timed in it, and what of it differs.
 
     extends: new tokens of the case count as a prompt's, not as drafts. dual_chunk: its layer is
     Qwen2.5-1M's.
@@ -51,18 +51,18 @@ class ShownCase:
         return name.replace(" ", " dual chunk ", 1) if self.dual_chunk else name
 
 
-SHOWN = (
-    ShownCase(DECODE, ("triton", "fa3", "flashinfer", "trtllm_mha")),
-    ShownCase(EXTEND, ("triton", "fa3", "flashinfer")),
-    ShownCase(MLA, ("flashmla", "fa3", "flashinfer")),  # triton's is layer_calls' own
-    ShownCase(MLA_VERIFY, ("triton", "flashmla", "fa3", "flashinfer")),
-    ShownCase(MLA_VERIFY, ("triton", "fa3", "flashinfer"), extends=True),
-    ShownCase(replace(DECODE, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
-    ShownCase(replace(EXTEND, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
-    ShownCase(DECODE, ("flex_attention",)),  # these compile for long
-    ShownCase(EXTEND, ("flex_attention",)),
-    ShownCase(replace(DECODE, page_size=128), ("fa4",)),
-    ShownCase(replace(EXTEND, page_size=128), ("fa4",)),
+TIMED = (
+    TimedCase(DECODE, ("triton", "fa3", "flashinfer", "trtllm_mha")),
+    TimedCase(EXTEND, ("triton", "fa3", "flashinfer")),
+    TimedCase(MLA, ("flashmla", "fa3", "flashinfer")),  # triton's is layer_calls' own
+    TimedCase(MLA_VERIFY, ("triton", "flashmla", "fa3", "flashinfer")),
+    TimedCase(MLA_VERIFY, ("triton", "fa3", "flashinfer"), extends=True),
+    TimedCase(replace(DECODE, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
+    TimedCase(replace(EXTEND, **QWEN), ("triton", "dual_chunk_flash_attn"), dual_chunk=True),
+    TimedCase(DECODE, ("flex_attention",)),  # these compile for long
+    TimedCase(EXTEND, ("flex_attention",)),
+    TimedCase(replace(DECODE, page_size=128), ("fa4",)),
+    TimedCase(replace(EXTEND, page_size=128), ("fa4",)),
 )
 
 
@@ -71,16 +71,16 @@ def backend_calls(device: torch.device) -> Iterator[tuple[str, Callable[[], Call
 
     A call writes new keys and values. What a case's pages are is the same for all.
     """
-    for shown in SHOWN:
-        for name in shown.backends:
-            yield f"{name} {shown.name}", partial(_call, name, shown, device)
+    for timed in TIMED:
+        for name in timed.backends:
+            yield f"{name} {timed.name}", partial(_call, name, timed, device)
 
 
-def _call(name: str, shown: ShownCase, device: torch.device) -> Calls:
+def _call(name: str, timed: TimedCase, device: torch.device) -> Calls:
     """Yield one call, or nothing and a line on standard error."""
-    label = f"{name} {shown.name}"
+    label = f"{name} {timed.name}"
     try:
-        run = _made(name, shown, device)
+        run = _made(name, timed, device)
         run()
     except Exception as error:  # another project's code may raise anything
         message = " ".join(str(error).split())
@@ -89,13 +89,13 @@ def _call(name: str, shown: ShownCase, device: torch.device) -> Calls:
     yield label, run
 
 
-def _made(name: str, shown: ShownCase, device: torch.device) -> Callable[[], object]:
-    case, registry, kind = shown.case, load_plugins(), device_kind(device)
-    x, chunks = build(case, device), QWEN_1M if shown.dual_chunk else None
+def _made(name: str, timed: TimedCase, device: torch.device) -> Callable[[], object]:
+    case, registry, kind = timed.case, load_plugins(), device_kind(device)
+    x, chunks = build(case, device), QWEN_1M if timed.dual_chunk else None
     if chunks is not None:
         x = in_chunks(x, chunks)
     batch, layer, pool = x.batch, x.layer, x.pool
-    if shown.extends:
+    if timed.extends:
         batch = replace(batch, forward_mode=ForwardMode.EXTEND, spec=None)
     config = BackendConfig(
         name=name, row=row_of(name, case, registry, kind, chunks), layers=(layer,),

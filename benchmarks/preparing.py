@@ -77,8 +77,8 @@ def prepared(name: str, prepare: Callable[[], _T], limit_s: float | None = None)
 def print_stacks(done: threading.Event) -> None:
     """Print the stacks of all other threads to stderr every 60 seconds, until `done` is set.
 
-    It holds the GIL meanwhile. What faulthandler dumps later it reads from frames that run, which
-    has ended processes that compiled.
+    This thread holds the GIL while it reads them. faulthandler.dump_traceback_later does not, and
+    it has crashed processes that compiled.
     """
     while not done.wait(STACKS_S):
         for thread, frame in sys._current_frames().items():

@@ -87,8 +87,8 @@ def tuned(device: str) -> Profile:
     return replaced(own, draw) if draw.costs else own
 
 
-def of_shipped(environment: Mapping[str, str | None]) -> dict[str, str]:
-    """Return what a profile that ships names of an environment: other libraries run nothing."""
+def shipped_environment(environment: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the part of an environment that a shipped profile names."""
     return {name: x for name in ("device", *VERSIONS) if (x := environment.get(name))}
 
 
@@ -97,8 +97,8 @@ def replaced(own: Profile, draw: Profile) -> Profile:
 
     A dispatcher picks passes of forms that were measured themselves, pages included.
     """
-    before = Profile(environment=of_shipped(own.environment))
-    if differs := before.differences(of_shipped(draw.environment)) if own.costs else []:
+    before = Profile(environment=shipped_environment(own.environment))
+    if differs := before.differences(shipped_environment(draw.environment)) if own.costs else []:
         raise SystemExit(f"a draw's costs are of another environment: {'; '.join(differs)}")
 
     def kind(key: Key) -> object:
@@ -131,7 +131,7 @@ def profile(reports: Sequence[Report], own: Profile) -> Profile:
     named: Mapping[str, str | None] = own.environment
     if newest is not None:
         named = {**newest.versions, "device": newest.device}
-    environment = of_shipped(named)
+    environment = shipped_environment(named)
     shared = {k: v for k, v in own.environment.items() if k in environment}
     if differs := Profile(environment=environment).differences(shared) if shared else []:
         raise SystemExit(f"what was tuned is of another environment: {'; '.join(differs)}")

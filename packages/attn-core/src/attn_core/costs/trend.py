@@ -10,7 +10,7 @@ from attn_core.costs.shapes import Form, Pass
 SKEW = 0.8  # mean square of log-normal lengths over the square of their mean: (longest / mean)^0.8
 SWEEPS, STILL = 500, 1e-9  # of the fit: at most so many, and the relative change that ends it
 LEAST_US = 1e-3  # what is shorter counts as this long
-RIDGE = 0.1  # over the squares of shares, where fewer samples than kinds of work decide nothing
+RIDGE = 0.1  # of the normal equations, where samples are fewer than kinds of work
 
 Features = tuple[float, ...]
 
@@ -46,17 +46,19 @@ class Trend:
     def fit(samples: Sequence[tuple[Features, float]]) -> Trend:
         """Fit (features, µs) by least squares of the relative error, with no negative part.
 
-        Fewer samples than kinds do not tell which work takes the time, so each takes a part of it,
-        by ridge regression: else one sample would all be launch, and a backend that is measured
-        once as fast at any size. The method is coordinate descent over the normal equations.
+        Fewer samples than kinds of work do not tell which one takes the time. Ridge regression then
+        gives each a part of it: otherwise a single sample would count as launch alone, and a
+        backend that was measured once as equally fast at any size. The method is coordinate descent
+        over the normal equations.
         """
         samples = [(x, max(us, LEAST_US)) for x, us in samples]
         kinds = range(len(samples[0][0]))
         scale = [max(x[i] / us for x, us in samples) for i in kinds]
         rows = [[x[i] / us / scale[i] for i in kinds] for x, us in samples]
         gram = [[sum(r[i] * r[j] for r in rows) for j in kinds] for i in kinds]
-        for i in kinds if len(samples) < len(kinds) else ():
-            gram[i][i] += RIDGE
+        if len(samples) < len(kinds):
+            for i in kinds:
+                gram[i][i] += RIDGE
         right = [sum(r[i] for r in rows) for i in kinds]
         weights = [0.0 for _ in kinds]
         for _ in range(SWEEPS):

@@ -179,7 +179,7 @@ def carry(carried, TILE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def alloc_vectors(COUNT: gl.constexpr):
-    """Allocate a number of each token of COUNT chunks."""
+    """Allocate float32 [COUNT, 64]: a number for each token of COUNT chunks."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, CHUNK], VECTOR)
 
 
