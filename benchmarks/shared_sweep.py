@@ -41,8 +41,10 @@ class Form(NamedTuple):
     def prepared(self, inputs: Inputs) -> Call:
         """Return the call of this form, whose plan is made."""
 
-        def sharing(group: LayerGroup, queries: int, page: int, store_bytes: int) -> Sharing | None:
-            result = sharing_of(group, queries, page, store_bytes)
+        def sharing(
+            group: LayerGroup, queries: int, page: int, store_bytes: int, block: int
+        ) -> Sharing | None:
+            result = sharing_of(group, queries, page, store_bytes, block)
             return None if result is None else result._replace(tile_units=self.units)
 
         with mock.patch.object(scheduler, "sharing_of", sharing):

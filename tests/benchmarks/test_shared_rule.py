@@ -37,7 +37,10 @@ def groups_of(case: Case) -> int:
         scale=case.scale,
     )
     store_bytes = TORCH_DTYPES[case.kv_dtype].itemsize
-    sharing = sharing_of(LayerGroup.of(layer), queries, page, store_bytes)
+    launch = decode_launch(
+        "sm90", 64, case.head_dim, case.v_head_dim, store_bytes, page_size=page, shared=True
+    )
+    sharing = sharing_of(LayerGroup.of(layer), queries, page, store_bytes, launch.block_n)
     if sharing is None:
         return 0
     table = torch.arange(batch * (case.length // page), dtype=torch.int32).view(batch, -1)
@@ -46,9 +49,6 @@ def groups_of(case: Case) -> int:
         table[first : first + n, pages] = table[first, pages]
     columns = -(-(2 * batch + 1) // 4) * 4
     buffer = torch.empty(BUFFER_ROWS, columns, dtype=torch.int32)
-    launch = decode_launch(
-        "sm90", 64, case.head_dim, case.v_head_dim, store_bytes, page_size=page, shared=True
-    )
     requests = Requests(
         torch.arange(0, queries * (batch + 1), queries, dtype=torch.int32),
         torch.tensor(case.seq_lens, dtype=torch.int32),

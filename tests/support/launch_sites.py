@@ -215,6 +215,7 @@ DSA = {
 }  # fmt: skip
 ODDITIES = {"window": 33, "sinks": True, "dims": (64, 64), "heads": (64, 8)}  # gpt-oss
 
+SIXTEEN = {"query_lens": (8,) * 16, "seq_lens": (2000, *(64,) * 15)}  # requests
 FP4 = {"kv_dtype": "fp4_e2m1", "k_scale": 0.5}
 
 # What serving spends its time in.
@@ -258,7 +259,8 @@ MORE: dict[str, Site] = {
     "decode-shared-page-1": Site(case=decode(), page_size=1, shared_prefix=True),
     "decode-shared-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5), shared_prefix=True),
     "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
-    "verify-shared": Site(case=verify(), shared_prefix=True),
+    "verify-shared": Site(case=verify(**SIXTEEN, trees=(TREE,) * 16), shared_prefix=True),
+    "verify-56-rows": Site(case=verify(**SIXTEEN, trees=None, heads=(28, 4))),
     "decode-fixed": Site(case=decode(), deterministic=True),
     "extend-fixed": Site(case=extend(), deterministic=True),
     "decode-fp16": Site(case=decode(), dtype="fp16"),

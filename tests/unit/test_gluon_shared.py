@@ -7,7 +7,7 @@ import pytest
 import torch
 from emulated_gluon import HOPPER, Pointer, launch, load
 
-D, BLOCK, SCALE, HEADS = 64, 64, 0.2, 2
+D, SCALE, HEADS = 64, 0.2, 2
 LOG2E = 1.4426950408889634
 LENGTHS = (300, 450, 400, 513, 270, 130)
 # first request, requests, begin, end, level: all but the last one share, three of them more
@@ -29,6 +29,8 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"page": 1},
         {"page": 8},
         {"page": 128},
+        {"block": 128},
+        {"block": 128, "page": 16, "queries": 5, "at_once": 1, "tile_units": 2, "parts": 7},
     ],
     ids=str,
 )
@@ -36,7 +38,7 @@ def test_equals_float64(more):
     run(**more)
 
 
-def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64):
+def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64):
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
     batch, tokens = len(LENGTHS), len(LENGTHS) * queries
@@ -61,11 +63,11 @@ def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64):
     units = []
     for b, n in enumerate(lengths):
         spans[3, b] = max((g[3] for g in GROUPS if g[0] <= b < g[0] + g[1]), default=0)
-        units.append(-(-n // BLOCK) - int(spans[3, b]) // BLOCK + tile_units)
+        units.append(-(-n // block) - int(spans[3, b]) // block + tile_units)
     for i, (first, count, begin, end, level) in enumerate(GROUPS):
         found = (first, first * queries, count * queries, begin, end, level)
         spans[:6, batch + i] = torch.tensor(found)
-        units.append(-(-count * queries * group // 64) * ((end - begin) // BLOCK + tile_units))
+        units.append(-(-count * queries * group // 64) * ((end - begin) // block + tile_units))
     units += [0] * (2 * batch - len(units))
     indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
     turns = HEADS // at_once
@@ -78,10 +80,10 @@ def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64):
 
     arguments = load("arguments", "attn_core.backends.triton.portable")
     config = load("common", HOPPER).AttentionConfig(
-        HEADS=HEADS, GROUP=group, PAGE=page, HND=False, GATHERS=page < 8, BN=BLOCK, D=D,
-        USE_SOFTCAP=False, USE_SINKS=False, MASK=1, WINDOW=False, STAGES=2, INT64_OFFSETS=False,
+        HEADS=HEADS, GROUP=group, PAGE=page, HND=False, GATHERS=page < 8, BN=block, D=D,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=1, WINDOW=False, INT64_OFFSETS=False,
         SHARED=True, TILE_UNITS=tile_units, HEADS_AT_ONCE=at_once, MIN_UNITS=1 + tile_units,
-        COPY_ROWS=16,
+        COPY_ROWS=16, STAGES=128 // block,
     )  # fmt: skip
     store_of = [arguments.Store(Pointer(x), *map(torch.tensor, x.stride()[:3])) for x in stores]
     launch(

@@ -103,6 +103,28 @@ def test_few_requests_over_latents_take_hoppers_tiles(more, rows):
     assert decode_launch("sm90", 16, 576, 512, 2, **more).block_m == rows
 
 
+@pytest.mark.parametrize(
+    ("more", "keys"),
+    [
+        ({"shared": True}, 128),
+        ({"shared": True, "page_size": 8}, 128),
+        ({"rows": 56}, 128),
+        ({"rows": 32}, 64),
+        ({"shared": True, "page_size": 1}, 64),
+        ({"shared": True, "dim": 64}, 64),
+        ({"shared": True, "requests": 15}, 64),
+        ({"rows": 56, "short": True}, 64),
+    ],
+    ids=str,
+)
+def test_full_tiles_of_many_requests_take_large_steps(more, keys):
+    """On a Hopper where TMA reads pages; shared memory has one such step, or two small ones."""
+    more = {"rows": 64, "dim": 128, "page_size": 64, "requests": 16} | more
+    rows, dim = more.pop("rows"), more.pop("dim")
+    launch = decode_launch("sm90", rows, dim, dim, 2, **more)
+    assert (launch.block_m, launch.block_n, launch.block_n * launch.stages) == (64, keys, 128)
+
+
 def test_over_fp8_tiles_of_few_rows_are_launched_as_without_groups():
     """Larger ones keep blocks of 64 keys."""
     for shape in ((16, 64, 64), (16, 128, 128), (16, 256, 256)):

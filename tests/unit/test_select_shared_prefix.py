@@ -75,5 +75,5 @@ def test_the_rule_that_select_prints_is_that_of_the_plan():
         )
         [one] = sharing_of(chosen, Workload())
         layer = AttentionLayer(layer_id=0, scale=1.0, **shape)
-        plan = shared.sharing_of(layer.group, drafts, 16, 2)
+        plan = shared.sharing_of(layer.group, drafts, 16, 2, 64)
         assert one.least == (None if plan is None else plan.granule)

@@ -270,21 +270,23 @@ def test_a_request_that_fills_most_of_a_tile_is_read_alone():
 
 
 @pytest.mark.parametrize(
-    ("queries", "heads", "expected"),
+    ("queries", "heads", "block", "expected"),
     [
-        (1, (1, 4, 128), 0),
-        (1, (1, 16, 128), 0),
-        (3, (1, 4, 128), 0),
-        (4, (1, 4, 128), TILE_UNITS),
-        (4, (2, 7, 128), TILE_UNITS),
-        (1, (1, 16, 576, 512), TILE_UNITS),
-        (1, (1, 8, 576, 512), 0),
+        (1, (1, 4, 128), 64, 0),
+        (1, (1, 16, 128), 128, 0),
+        (3, (1, 4, 128), 64, 0),
+        (4, (1, 4, 128), 64, TILE_UNITS),
+        (4, (1, 4, 128), 128, TILE_UNITS // 2),
+        (4, (2, 7, 128), 64, TILE_UNITS),
+        (4, (2, 7, 128), 128, TILE_UNITS),
+        (1, (1, 16, 576, 512), 64, TILE_UNITS),
+        (1, (1, 8, 576, 512), 64, 0),
     ],
 )
-def test_tiles_of_many_rows_count_units_beside_their_keys(queries, heads, expected):
+def test_tiles_of_many_rows_count_units_beside_their_keys(queries, heads, block, expected):
     """In what was measured drafts and latents were faster so, and decode slower."""
     layer = make_layer(*heads)
-    assert sharing_of(LayerGroup.of(layer), queries, 64, 2).tile_units == expected
+    assert sharing_of(LayerGroup.of(layer), queries, 64, 2, block).tile_units == expected
 
 
 @pytest.mark.parametrize("more", [0, 1, TILE_UNITS])

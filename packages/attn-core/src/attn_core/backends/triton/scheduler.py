@@ -36,7 +36,7 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.costs.shared_prefix import MAX_REQUESTS, shared_tile_rows
+from attn_core.costs.shared_prefix import MAX_REQUESTS, fits_tile, shared_tile_rows
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
@@ -212,16 +212,16 @@ class Scheduler:
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
         store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
         store_bytes, query_bytes = (TORCH_DTYPES[x].itemsize for x in (store, shape.dtype))
-        sharing = sharing_of(group, queries, config.page_size, store_bytes) if shares else None
+        shares = shares and fits_tile(rows)
         launch = decode_launch(
             self._arch,
-            shared_tile_rows(rows, group.v_head_dim, store, tree) if sharing else rows,
+            shared_tile_rows(rows, group.v_head_dim, store, tree) if shares else rows,
             *(group.head_dim, group.v_head_dim, store_bytes),
             page_size=config.page_size,
             short=short,
             tree=tree,
             fp4=store == "fp4_e2m1",
-            shared=sharing is not None,
+            shared=shares,
             requests=LONG if batch_invariant or short else size,
             query_bytes=query_bytes,
         )
@@ -232,7 +232,9 @@ class Scheduler:
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels = self._kernels.decode
-        sharing = sharing if row_blocks == 1 else None
+        sharing = None
+        if shares and row_blocks == 1:
+            sharing = sharing_of(group, queries, config.page_size, store_bytes, launch.block_n)
         drafts = sharing is not None and sharing.tile_units > 0
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(

@@ -15,7 +15,7 @@ from attn_core.ops.triton.launcher import Launcher, alike
 from attn_core.runtime.layer import LayerGroup
 
 LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
-TILE_UNITS = 4  # that tiles of drafts and of latents count beside their keys
+TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
 
@@ -32,11 +32,14 @@ class Sharing(NamedTuple):
     tile_units: int = 0
 
 
-def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int) -> Sharing | None:
+def sharing_of(
+    group: LayerGroup, queries: int, page_size: int, store_bytes: int, block: int
+) -> Sharing | None:
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
-    store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
-    units; decode is faster without.
+    store_bytes: of a value in the store. block: keys of a step. Beside their keys, tiles of drafts
+    and of latents count units; decode is faster without, and few rows with half of them where a
+    step is large.
     """
     rows = queries * group.num_queries_per_kv
     if not fits_tile(rows):
@@ -44,6 +47,8 @@ def sharing_of(group: LayerGroup, queries: int, page_size: int, store_bytes: int
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
     tiled = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
     tile_units = TILE_UNITS if tiled and rows >= TILE_UNITS_FROM else 0
+    if rows <= TILE_UNITS_FROM and block > 64:
+        tile_units //= 2
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 

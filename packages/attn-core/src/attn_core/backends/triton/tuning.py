@@ -89,8 +89,10 @@ def decode_launch(
 
     shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
     last block is masked by what is loaded, which more programs hide. fp4: see of_fp4. A Hopper has
-    kernels of its own for tiles of 64 by 64 (hopper/launch.py). requests: few of them run faster in
-    that of latents than in tiles of 16 rows, 64 do not. query_bytes: of a number of the queries.
+    kernels of its own for tiles of 64 rows (hopper/launch.py); full ones run faster in steps of 128
+    keys, of which shared memory has one, than of 64. requests: few of them run faster in that of
+    latents than in tiles of 16 rows, 64 do not; of large steps they have too few for all
+    processors. query_bytes: of a number of the queries.
     """
     if arch == "sm90" and store_bytes == 2:
         few_requests = requests <= 16 and page_size >= 8 and not tree
@@ -101,6 +103,9 @@ def decode_launch(
                 return Launch(block_m=16, block_n=64, warps=4, stages=2, ctas_per_sm=2)
             return Launch(block_m=64, block_n=64, warps=8, stages=2)
         if head_dim == v_dim and head_dim in (64, 128):
+            large_steps = head_dim == 128 and page_size >= 8 and requests >= 16 and not short
+            if large_steps and (shared or rows > 32):
+                return Launch(block_m=64, block_n=128, warps=8, stages=1, ctas_per_sm=2)
             if rows > 16 or (page_size >= 64 and not short):
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, ctas_per_sm=2)
             if short or tree:

@@ -118,15 +118,16 @@ _COPY_ROWS = 16
 
 
 class HopperDecode(SplitKernel):
-    """decode_hopper: as HopperPrefill, in tiles of 64 by 64. It does what decode_splits does."""
+    """decode_hopper: as HopperPrefill, in tiles of 64 rows. It does what decode_splits does."""
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
-        """Return the launch parameters of the part where its tiles are of 64 by 64."""
+        """Return the launch parameters of the part where its tiles have 64 rows."""
         group = shape.group
         # the positions of a tree's drafts, which a window counts, are not loaded
         masks = shape.mask != MASK_TREE.value or group.window is None
         dims = group.head_dim == group.v_head_dim and group.head_dim in (64, 128, 256)
-        return launch if _is_64(launch) and masks and dims and _fits(shape) else None
+        tiles = launch is not None and launch.block_m == 64 and launch.block_n in (64, 128)
+        return launch if tiles and masks and dims and _fits(shape) else None
 
     def bind(
         self, layer: AttentionLayer, cache: LayerCache, dtype: torch.dtype
