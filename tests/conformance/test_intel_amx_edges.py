@@ -118,10 +118,8 @@ def test_random_cases_agree_with_the_oracle(drawn):
     run_drawn(drawn)
 
 
-@pytest.mark.parametrize("level", LEVELS[:2])  # those of float32 numbers
-@pytest.mark.parametrize("keys", [68, 215, 229])
-def test_a_single_number_errs_by_the_order_of_its_keys(keys, level, monkeypatch):
-    """It may nearly cancel; one run of the reference then has errors far below a rounding."""
+def run_single_number(keys, dtype):
+    """Run decode of one head whose keys and values are single numbers."""
     case = Case(
         feature="random",
         query_lens=(1,),
@@ -130,8 +128,24 @@ def test_a_single_number_errs_by_the_order_of_its_keys(keys, level, monkeypatch)
         heads=(1, 1),
         dims=(1, 1),
     )
+    run_case(bench(), case, Point(dtype=dtype, page_size=16))
+
+
+@pytest.mark.parametrize("level", LEVELS[:2])  # those of float32 numbers
+@pytest.mark.parametrize("keys", [68, 215, 229])
+def test_a_single_number_errs_by_the_order_of_its_keys(keys, level, monkeypatch):
+    """It may nearly cancel; one run of the reference then has errors far below a rounding."""
     with at_level(monkeypatch, level):
-        run_case(bench(), case, Point(dtype="fp32", page_size=16))
+        run_single_number(keys, "fp32")
+
+
+@pytest.mark.parametrize("keys", [12, 176])
+def test_a_single_number_errs_by_the_rounding_of_its_weights(
+    keys, over_emulated_tiles, monkeypatch
+):
+    """It may nearly cancel, and bfloat16's roundings too in one run of the reference."""
+    with at_level(monkeypatch, "amx_bf16", over_emulated_tiles):
+        run_single_number(keys, "bf16")
 
 
 @pytest.mark.long

@@ -278,6 +278,19 @@ class TestPrefill:
         close(got[120:], want[120:], rms=1e-6)
         close(state[0], after[-1], rms=1e-6)
 
+    @pytest.mark.parametrize("forgotten", [32, 16], ids=["all", "half"])
+    @pytest.mark.parametrize("at", [5, 9, 20])
+    def test_nothing_is_left_of_a_large_value_after_its_channels_are_forgotten(self, forgotten, at):
+        """exp(-10) of a value that is 3000 times larger than the others is 14 % of these."""
+        layer = make_linear_layer(kind="kda", heads=(1, 1))
+        tokens, state = draw(layer, 40, decay=0.01, dtype=torch.bfloat16), states_of(layer, 1)
+        tokens.v[at - 1] *= 3000
+        tokens.k[at - 1, :, forgotten:] = 0
+        tokens.g[at, :, :forgotten] = -80
+        want, after = tokens.run(state[0])
+        close(run_prefill(layer, tokens, (40,), state, (0,))[at:], want[at:], rms=6e-3)
+        close(state[0], after[-1], rms=6e-3)
+
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     def test_heads_that_lie_far_apart(self, kind):
         """32 bits do not count from the first head to the third; nothing between is touched."""

@@ -5,10 +5,10 @@ exp(G_i - G_r) · exp(G_r - G_j), neither above 1. The chunk is halved until j a
 the last token of the half that j is in. Halves of 32 and of 16 tokens are multiplied as [64, 64],
 those of 8, 4, 2 and 1 in blocks of 16.
 
-Tokens of bfloat16 are halved no more than that: in a block r is in the middle, and a factor can be
-above 1. No token's log decay counts there as more than REACH / 8, so that no factor is above
-exp(REACH). A pair that is farther apart gets at most exp(-REACH / 8), 5e-5, in place of less, which
-bfloat16 does not see.
+Tokens of bfloat16 are halved no more than down to 8: there r is in the middle, and a factor can be
+above 1. No token's log decay counts there as more than REACH / 4, so that no factor is above
+exp(REACH). A pair that is farther apart gets at most exp(-REACH / 4), 2e-9, in place of less, which
+bfloat16 does not see, even of a value that is thousands of times larger than the others.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -114,14 +114,25 @@ def within(q, k, g, dtype: tl.constexpr, C: tl.constexpr):
 
     g [4, 16, D]: log decays. For tokens of bfloat16. Above the diagonal there is any number.
     """
-    g = tl.maximum(g, -REACH / 8)
-    first = (tl.arange(0, 16) < 8)[None, :, None]
-    near = tl.cumsum(g, 1) - tl.sum(tl.where(first, g, 0.0), 1)[:, None, :]
-    column = tl.permute((k * power(-near)).to(dtype), (0, 2, 1))
+    r = tl.arange(0, 16)
+    at = r[None, :, None]
+    g = tl.maximum(g, -REACH / 4)
+    first = tl.sum(tl.where(at < 4, g, 0.0), 1)[:, None, :]  # up to the middle of the first half
+    half = tl.sum(tl.where(at < 8, g, 0.0), 1)[:, None, :]
+    second = tl.sum(tl.where(at < 12, g, 0.0), 1)[:, None, :]
+    near = tl.cumsum(g, 1) - tl.where(at < 8, first, second)
+    column = k * power(-near)
+    far_column = column * power(half - first)  # from a token to the end of the first half
+    column = tl.permute(column.to(dtype), (0, 2, 1))
+    far_column = tl.permute(far_column.to(dtype), (0, 2, 1))
     near = power(near)
+    since = power(second - half)
     L = tl.dot((k * near).to(dtype), column, input_precision=C.PRECISION)
+    far_L = tl.dot((k * near * since).to(dtype), far_column, input_precision=C.PRECISION)
     P = tl.dot((q * near).to(dtype), column, input_precision=C.PRECISION)
-    return L, P
+    far_P = tl.dot((q * near * since).to(dtype), far_column, input_precision=C.PRECISION)
+    same = ((r[:, None] // 8) == (r[None, :] // 8))[None, :, :]
+    return tl.where(same, L, far_L), tl.where(same, P, far_P)
 
 
 @triton.jit
