@@ -156,7 +156,8 @@ _ROWS: tuple[tuple[str, Family], ...] = (
     ("smollm3", Family(defaults={"num_key_value_heads": 4})),
     ("mllama mllama_text_model", Family(defaults={"num_key_value_heads": 8})),
     (
-        "mistral3 pixtral cohere olmo olmo2 granite granitemoe stablelm phi gpt2 gptj gpt_neox opt bloom mpt nemotron "
+        "mistral3 pixtral cohere olmo olmo2 granite granitemoe stablelm phi gpt2 "
+        "gptj gpt_neox opt bloom mpt nemotron "
         "bart mbart whisper marian pegasus m2m_100",
         Family(),
     ),
