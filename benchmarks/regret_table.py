@@ -130,7 +130,7 @@ def page(file: str, report: Record) -> str:
         seed=report["seed"],
         drawn=report["drawn"],
         judged=result["judged"],
-        profile=f"{source} in {result['by_profile']} shapes, by priority in the others",
+        profile=f"{source} {_chosen_by(result)}",
         backends=", ".join(dict.fromkeys(n for s in able for n in s["rounds"][0])),
         again=_again(able),
         graphs=_graphs(able),
@@ -155,6 +155,12 @@ def page(file: str, report: Record) -> str:
         rows.append([s["name"], *cells[0], *cells[1], times])
     text += _table(rows)
     return text + _left_out(shapes, result)
+
+
+def _chosen_by(result: Record) -> str:
+    """Say in how many shapes the profile chose, and what chose in the others, if there are any."""
+    n, others = result["by_profile"], result["judged"] - result["by_profile"]
+    return f"in {n} shapes, by priority in the others" if others else f"in all {n} shapes"
 
 
 def _graphs(able: Sequence[Record]) -> str:

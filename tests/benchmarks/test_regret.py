@@ -167,6 +167,9 @@ def test_a_profile_chooses_and_a_run_goes_on(registry, tmp_path, capsys):
         run(out, cases=SMALL[:1])
     text = page("r.json", record)
     assert "| decode | 1 | 1 | 0.0 % | 0.0 % | 200.0 % | 200.0 % |" in text
+    assert "in all 1 shapes; the rule" in text
+    two = record | {"shapes": [one, one | {"automatic": {"backend": "berry", "by": "priority"}}]}
+    assert "in 1 shapes, by priority in the others; the rule" in page("r.json", two)
     store.write(file, Profile(environment=env | {"torch": "0"}, costs=costs, date="2026-01-01"))
     with pytest.raises(SystemExit, match="another environment"):
         run(tmp_path / "other.json", *words)

@@ -67,6 +67,15 @@ def batch(**change):
     return ForwardBatch(**{"forward_mode": ForwardMode.EXTEND, **queries, **change})
 
 
+def tree(mask):
+    return SpecInfo(topk=2, num_draft_tokens=3, tree_mask=mask)
+
+
+def verify(spec):
+    lengths = {"query_lens": [3, 3], "seq_lens": [3, 4], "page_table": TABLE, "page_size": 2}
+    return ForwardBatch.build(ForwardMode.TARGET_VERIFY, **lengths, spec=spec)
+
+
 def chosen(requirements=None, device=None, registry=None, libraries=None, *more, **options):
     return select(
         requirements or Requirements(),
@@ -98,6 +107,10 @@ def chosen(requirements=None, device=None, registry=None, libraries=None, *more,
         (lambda: SpecInfo(topk=None, num_draft_tokens=3), "topk"),
         (lambda: SpecInfo(topk=1, num_draft_tokens=3.0), "num_draft_tokens"),
         (lambda: SpecInfo(topk=1, num_draft_tokens=1, tree_mask=[1]), "tree_mask is list"),
+        (lambda: verify(4), r"spec is int"),
+        (lambda: verify(tree(torch.zeros(2, 3, 3))), "tree_mask is torch.float32"),
+        (lambda: verify(tree(torch.ones(2, 2, 3).bool())), r"tree_mask has shape \(2, 2, 3\)"),
+        (lambda: verify(tree(torch.ones(2, 3, 3).bool().to("meta"))), "tree_mask on meta"),
         (lambda: pad_batch(TABLE, ints(1), 4), "1 lengths for 2 requests"),
         (
             lambda: ForwardBatch.build(

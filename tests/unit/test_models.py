@@ -337,6 +337,7 @@ def test_falcon_new_decoder_has_its_own_kv_heads():
         ("alibi", True, "ALiBi"),
         ("quantization_config", {"kv_cache_scheme": {"num_bits": 8}}, "not applied"),
         ("audio_config", {"d_model": 1280}, "audio tower"),
+        ("block_configs", [{"attention": {"n_heads_in_group": 8}}], "block_configs"),
     ],
 )
 def test_keys_that_are_not_followed_are_named(key, value, text):
@@ -551,6 +552,14 @@ def test_layers_that_carry_no_known_attention():
         requirements_from_config({**config, "layer_types": "full"})
 
 
+def test_heads_of_a_model_without_attention_are_not_those_of_attention():
+    """Mamba 2 and xLSTM write heads of their recurrences under the names of attention's."""
+    mamba = {"model_type": "mamba2", "hidden_size": 4096, "num_heads": 128, "head_dim": 64}
+    for config in (mamba, mamba | {"model_type": "xlstm"}):
+        with pytest.raises(ModelConfigError, match="no layer that attn-core knows"):
+            requirements_from_config(config)
+
+
 def test_layer_types_of_another_number_than_the_layers_are_said():
     config = {**config_of("llama-3.1-8b"), "num_hidden_layers": 4}
     note = "layer_types names 1 layers, num_hidden_layers 4: what is named was taken"
@@ -716,6 +725,13 @@ def test_a_gguf_header_gives_the_same_layers_as_config_json(tmp_path):
     assert context_length(read_config(path)) == 8192
 
 
+def test_a_gguf_header_without_kv_heads_has_one_for_each_query_head(tmp_path):
+    """The format says so; the class of a config.json has another default."""
+    path, key = tmp_path / "g.gguf", "gemma2.attention.head_count_kv"
+    path.write_bytes(gguf({k: v for k, v in GEMMA2_GGUF.items() if k != key}))
+    assert {x.num_kv_heads for x in requirements_from_config(read_config(path)).layers} == {16}
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -845,6 +861,32 @@ def test_the_defaults_of_a_family_are_those_of_transformers(name):
     config = transformers.AutoConfig.for_model(name).to_dict()
     for key, value in FAMILIES[name].defaults.items():
         assert config[key] == value, key
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "num_key_value_heads", "head_dim", "v_head_dim"])
+def test_a_key_that_is_left_out_is_what_the_class_takes_for_it(key):
+    """Of every known family; heads and width are not those of its class."""
+    transformers = pytest.importorskip("transformers")
+    from attn_core.model_config.families import FAMILIES
+
+    sizes = {"num_attention_heads": 16, "hidden_size": 1280}
+    sizes |= {"num_key_value_heads": 4} if key != "num_key_value_heads" else {}
+    compared = set()
+    for name in FAMILIES.keys() & transformers.CONFIG_MAPPING.keys():
+        try:
+            config = transformers.AutoConfig.for_model(name, **sizes).to_dict()
+        except Exception:  # some classes check that sizes belong together
+            continue
+        if "text_config" in config or config.get(key) is None:
+            continue
+        try:
+            whole = requirements_from_config(config).layers
+        except ModelConfigError:  # 16 heads do not fit the KV heads of the class
+            continue
+        without = {k: v for k, v in config.items() if k != key}
+        assert requirements_from_config(without).layers == whole, name
+        compared.add(name)
+    assert len(compared) > 5
 
 
 FULL, SHARED = "full", "shared"

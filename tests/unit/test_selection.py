@@ -399,6 +399,26 @@ def test_phases_are_weighed_together_where_they_cannot_share_a_cache():
     assert (chosen.backend("prefill"), chosen.backend("decode")) == ("a", "a")
 
 
+@pytest.mark.parametrize("best", ["a", "b"])
+def test_prefill_of_one_backend_is_not_compared_with_decode_of_another(best):
+    """No pair that shares a cache was measured in both phases: no cost says which is better."""
+    a, b = (
+        row(layouts={x}, priority=20 + 10 * (n == best)) for n, x in (("a", "HND"), ("b", "NHD"))
+    )
+    for us in ((12.0, 1.0), (1.0, 12.0)):
+        profile = measured({"a": {"prefill": us[0]}, "b": {"decode": us[1]}})
+        chosen = select(Requirements(), HERE, registry_of(a=a, b=b), {}, profile=profile)
+        assert (chosen.backend("prefill"), chosen.backend("decode")) == (best, best), us
+
+
+def test_a_phase_that_was_not_measured_counts_as_its_dearest():
+    """c saves time in prefill, and b none in decode: it is the only one that was measured there."""
+    rows = {"a": row(bans={"b": "no"}), "b": row(priority=30), "c": row(bans={"b": "no"})}
+    us = {"a": {"prefill": 2.0}, "b": {"decode": 1.0}, "c": {"prefill": 1.0}}
+    chosen = select(Requirements(), HERE, registry_of(**rows), {}, profile=measured(us))
+    assert chosen.backend("prefill") == "c"
+
+
 def test_a_call_without_a_graph_takes_no_less_than_the_host():
     graph, eager = row(cuda_graph="always"), row(cuda_graph="never")
     registry = registry_of(a=eager, b=graph)

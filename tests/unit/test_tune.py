@@ -648,7 +648,7 @@ def test_the_commands_measure_keep_and_select(tmp_path, monkeypatch):
     assert file.startswith(str(tmp_path))
     chosen = json.loads(attn("select", "--json").output)  # finds it by itself
     assert "measured" in chosen["why"]["decode"]
-    assert chosen["why"]["prefill"].endswith("no other that fits was measured")
+    assert chosen["why"]["prefill"].endswith("no other that fits was measured in these passes")
     without = json.loads(attn("select", "--json", "--profile", "none").output)
     assert "priority" in without["why"]["decode"]
     assert data["passes"] == {"listed": 2, "measured": 2}

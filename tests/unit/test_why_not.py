@@ -130,6 +130,8 @@ def suggested(asked, answer):
         REGISTRY,
         here.libraries,
         here.overrides,
+        here.profile,
+        workload=here.workload,
         simulated=here.simulated,
         family=answer["family"],
         apply=applier(asked, REGISTRY),
@@ -179,6 +181,22 @@ def test_the_command_of_a_situation(flags, name, command):
     if command is not None:
         assert json.loads(text)["command"] == command
     assert json.loads(text)["command"]
+
+
+@pytest.mark.parametrize(
+    "flag", [("--profile", "none"), ("--workload", '{"prompts": {"64": 1}, "requests": {"1": 1}}')]
+)
+def test_what_was_measured_is_that_of_the_flags(flag):
+    """The decision that is explained is the one that select makes with the same flags."""
+    shape = ("--num-q-heads", "32", "--num-kv-heads", "8", "--head-dim", "128")
+    flags = ("--device", "h200", *shape, *flag, "--json")
+    chosen = json.loads(run("select", *flags)[1])
+    default = json.loads(run("select", *flags[:8], "--json")[1])
+    assert chosen["why"]["decode"] != default["why"]["decode"]
+    for name in ("fa3", "triton", "flashinfer"):
+        answer = json.loads(run("why-not", name, *flags)[1])
+        assert answer["decision"]["verdicts"] == chosen["verdicts"]
+        assert set(answer["chosen"]) == served(chosen, name)
 
 
 def test_a_placeholder_is_not_advised(monkeypatch):

@@ -100,6 +100,8 @@ def why_not_command(
             registry,
             inputs.libraries,
             inputs.overrides,
+            inputs.profile,
+            workload=inputs.workload,
             simulated=inputs.simulated,
             family=family,
             apply=applier(flags, registry),

@@ -45,6 +45,7 @@ class Family:
 
     windowed: without a list of layer types, sliding_window holds for every layer. period: without
     one, every period-th layer is full attention and the others are `inner`; period_key overrides.
+    role: of every layer where nothing of this says another.
     encoder: bidirectional, no cache. defaults: what a config of the family may leave out.
     """
 
@@ -52,6 +53,7 @@ class Family:
     period: int = 0
     period_key: str = ""
     inner: Role = "window"
+    role: Role = "full"
     sinks: bool = False
     encoder: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
@@ -59,7 +61,19 @@ class Family:
 
 _LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
 _GEMMA = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-_INDEXER = {"index_topk": 2048, "index_head_dim": 128}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_INDEXER = {**_LATENT, "index_topk": 2048, "index_head_dim": 128}
+
+
+def _qwen(kv_heads: int) -> Family:
+    """Return a family of Qwen with linear layers: every fourth layer is full attention."""
+    return Family(
+        period=4,
+        period_key="full_attention_interval",
+        inner="linear",
+        defaults={"num_key_value_heads": kv_heads, "head_dim": 256},
+    )
+
 
 # Names are values of model_type, of the whole config or of its text_config.
 _ROWS: tuple[tuple[str, Family], ...] = (
@@ -71,12 +85,21 @@ _ROWS: tuple[tuple[str, Family], ...] = (
             defaults={**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
     ),
-    ("mixtral phi3 phimoe starcoder2", Family(windowed=True)),
+    ("phi3", Family(windowed=True)),
+    ("mixtral phimoe", Family(windowed=True, defaults={"num_key_value_heads": 8})),
+    ("starcoder2", Family(windowed=True, defaults={"num_key_value_heads": 2})),
+    ("qwen2 qwen2_moe", Family(windowed=True, defaults={"use_sliding_window": False})),
+    ("qwen3", Family(windowed=True, defaults={"use_sliding_window": False, "head_dim": 128})),
     (
-        "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
-        Family(windowed=True, defaults={"use_sliding_window": False}),
+        "qwen3_moe",
+        Family(windowed=True, defaults={"use_sliding_window": False, "num_key_value_heads": 4}),
     ),
-    ("qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text", Family()),
+    (
+        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text",
+        Family(windowed=True, defaults={"use_sliding_window": False, "num_key_value_heads": 8}),
+    ),
+    ("qwen3_vl qwen3_vl_text", Family(defaults={"head_dim": 128})),
+    ("qwen3_vl_moe qwen3_vl_moe_text", Family()),
     ("gemma", Family(defaults={"head_dim": 256})),
     (
         "gemma2",
@@ -92,7 +115,14 @@ _ROWS: tuple[tuple[str, Family], ...] = (
             defaults={**_GEMMA, "sliding_window": 4096, "max_position_embeddings": 131072},
         ),
     ),
-    ("gpt_oss", Family(period=2, sinks=True, defaults={"head_dim": 64, "sliding_window": 128})),
+    (
+        "gpt_oss",
+        Family(
+            period=2,
+            sinks=True,
+            defaults={"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+        ),
+    ),
     ("cohere2", Family(period=4, period_key="sliding_window_pattern")),
     ("exaone4 olmo3", Family(period=4)),
     (
@@ -101,31 +131,40 @@ _ROWS: tuple[tuple[str, Family], ...] = (
             period=4,
             period_key="no_rope_layer_interval",
             inner="chunk",
-            defaults={"head_dim": 128, "attention_chunk_size": 8192},
+            defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192},
         ),
     ),
+    ("qwen3_next qwen3_5_moe qwen3_5_moe_text", _qwen(kv_heads=2)),
+    ("qwen3_5 qwen3_5_text", _qwen(kv_heads=4)),
+    ("jet_nemotron jet_vlm olmo_hybrid chatglm", Family()),
+    ("minimax minimax_text_01 minimax_m1", Family(defaults={"num_key_value_heads": 8})),
+    ("minimax_m2", Family(defaults={"num_key_value_heads": 8, "head_dim": 128})),
     (
-        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
+        "mimo_v2_flash mimo_v2",
         Family(
-            period=4,
-            period_key="full_attention_interval",
-            inner="linear",
-            defaults={"head_dim": 256},
+            defaults={
+                "num_key_value_heads": 4,
+                "head_dim": 192,
+                "v_head_dim": 128,
+                "add_swa_attention_sink_bias": True,
+            }
         ),
     ),
-    ("jet_nemotron jet_vlm kimi_linear olmo_hybrid", Family()),
-    ("minimax minimax_text_01 minimax_m1 minimax_m2 chatglm", Family()),
-    ("mimo_v2_flash mimo_v2", Family(defaults={"add_swa_attention_sink_bias": True})),
+    ("deepseek_v2 deepseek_v3 kimi_k2 kimi_linear glm4_moe_lite", Family(defaults=_LATENT)),
+    ("minicpm3", Family(defaults={"kv_lora_rank": 256, "qk_rope_head_dim": 32})),
+    ("glm4", Family(defaults={"num_key_value_heads": 2, "head_dim": 128})),
+    ("smollm3", Family(defaults={"num_key_value_heads": 4})),
+    ("mllama mllama_text_model", Family(defaults={"num_key_value_heads": 8})),
     (
-        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite minicpm3 "
-        "mistral3 pixtral mllama mllama_text_model cohere olmo olmo2 granite granitemoe glm4 "
-        "smollm3 stablelm phi gpt2 gptj gpt_neox opt bloom mpt nemotron "
+        "mistral3 pixtral cohere olmo olmo2 granite granitemoe stablelm phi gpt2 "
+        "gptj gpt_neox opt bloom mpt nemotron "
         "bart mbart whisper marian pegasus m2m_100",
         Family(),
     ),
     ("deepseek_v32", Family(defaults={**_INDEXER, "index_n_heads": 64})),
     ("glm_moe_dsa", Family(defaults={**_INDEXER, "index_n_heads": 32})),
     ("falcon gpt_bigcode", Family(defaults={"multi_query": True})),
+    ("mamba mamba2 falcon_mamba rwkv xlstm", Family(role="none")),
     (  # T5 stands here too: without its decoder it is an encoder
         "bert roberta xlm-roberta camembert electra albert distilbert mpnet modernbert t5 mt5 umt5",
         Family(encoder=True),
@@ -188,7 +227,7 @@ NOTES: Mapping[str, str] = {
 # Names of keys that say something of how tokens attend …
 ABOUT_ATTENTION = re.compile(
     "attn|attention|head_dim|head_size|dim_head|d_head|_heads|n_head|_kv|kv_|window|swa|sink|alibi"
-    "|sparse|layer_type|layers_block|layer_pattern|lora_rank|softcap|query_group|group_num"
+    "|sparse|layer_type|layers_block|block_configs|layer_pattern|lora_rank|softcap|query_group|group_num"
     "|relative|position_bias|hybrid"
 )
 # … and those that the model applies on its own, or that are of another module.

@@ -113,7 +113,7 @@ def _roles(keys: Keys, family: Family) -> list[Role]:
         depth = min(keys.count("num_hidden_layers") or period, MOST_LAYERS)
         return [family.inner if (i + 1) % period else "full" for i in range(depth)]
     if not family.windowed or _window(keys) is None:
-        return ["full"]
+        return [family.role]
     plain = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
     if not isinstance(plain, int) or plain < 1:
         return ["window"]

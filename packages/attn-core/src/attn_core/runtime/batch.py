@@ -64,6 +64,14 @@ class SpecInfo:
                 f"tree_mask is {type(mask).__name__} (expected a tensor of bool, or None)"
             )
 
+    def check_tree(self, b: int, device: torch.device) -> None:
+        """Raise BatchError for a tree_mask that is not bool [B, n, n] on the batch's device."""
+        n, mask = self.num_draft_tokens, self.tree_mask
+        if mask is not None:
+            check_tensor("tree_mask", mask, torch.bool, (b, n, n))
+            if mask.device != device:
+                raise BatchError(f"tree_mask on {mask.device} (expected {device}, of the batch)")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBatch:
@@ -199,10 +207,7 @@ class ForwardBatch:
             )
         if spec.topk != 1 and mask is None:
             raise BatchError(f"topk {spec.topk} without a tree_mask")
-        if mask is not None:
-            check_tensor("tree_mask", mask, torch.bool, (b, n, n))
-            if mask.device != self.positions.device:
-                raise BatchError(f"tree_mask on {mask.device}")
+        spec.check_tree(b, self.positions.device)
 
     @classmethod
     def build(
@@ -237,6 +242,9 @@ class ForwardBatch:
             writes=writes,
         )  # fmt: skip
         verified = spec if forward_mode is ForwardMode.TARGET_VERIFY else None
+        if verified is not None:
+            check_instance("spec", verified, SpecInfo)
+            verified.check_tree(len(seq_lens), device)
         if verified is not None and verified.tree_mask is not None:
             depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
             prefix = torch.tensor(

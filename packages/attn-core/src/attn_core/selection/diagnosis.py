@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from attn_core.costs.profile import Profile
+from attn_core.costs.workload import Workload
 from attn_core.plugins.dependencies import Libraries
 from attn_core.plugins.evidence import proved
 from attn_core.plugins.registry import Registry
@@ -59,7 +61,9 @@ def why_not(
     registry: Registry,
     libraries: Libraries,
     overrides: Overrides | None = None,
+    profile: Profile | None = None,
     *,
+    workload: Workload | None = None,
     simulated: bool = False,
     family: Family = "softmax",
     apply: Apply | None = None,
@@ -69,12 +73,16 @@ def why_not(
     The suggested fixes were run through select(): with them the backend is selected, and without
     any one of them it is not. An alias of a vision backend (--mm-attention-backend) asks about that
     role.
+    profile, workload: measured costs and what weighs them, as select() takes them.
     apply: how fixes are applied, by default to these inputs; a command line applies them to its
     flags.
     Raises UnknownBackendError.
     """
     spec = registry.get(backend, family)
-    inputs = SelectionInputs(requirements, device, libraries, overrides or Overrides(), simulated)
+    overrides, workload = overrides or Overrides(), workload or Workload()
+    inputs = SelectionInputs(
+        requirements, device, libraries, overrides, simulated, profile, workload
+    )
     failure = ""
     try:
         decision = inputs.select(registry)

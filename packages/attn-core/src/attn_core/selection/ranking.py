@@ -107,12 +107,17 @@ class RowJudge:
             gaps.append(Mismatch("deny", name, "--deny has it", (fix,)))
         return tuple(gaps)
 
-    def rank(self, verdict: Verdict) -> tuple[float, ...]:
-        """Rank fitting rows, best first: by preference, then expected cost, then priority."""
+    def rank(self, verdict: Verdict, unmeasured: float = 0.0) -> tuple[float, ...]:
+        """Rank fitting rows, best first: by preference, then expected cost, then priority.
+
+        unmeasured: µs that stand for the cost of a row that has none.
+        """
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
         cost = verdict.expected
-        measured = (0, cost.us) if cost is not None else (1, 0)  # what is measured ranks first
+        measured = (
+            (0, cost.us) if cost is not None else (1, unmeasured)
+        )  # what is measured ranks first
         return (place, *measured, -verdict.row.priority)
 
     def on_pages(self, verdict: Verdict, page: int) -> Verdict:
@@ -159,7 +164,7 @@ class RowJudge:
             v for v in others if v.spec.name != chosen.spec.name and v.expected is not None
         ]
         if not measured_others:
-            return f"{text}; no other that fits was measured"
+            return f"{text}; no other that fits was measured in these passes"
         next_best = min(measured_others, key=lambda v: v.expected.us if v.expected else 0.0)
         assert next_best.expected is not None
         other_cost = next_best.expected

@@ -118,8 +118,14 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
     for phase, options in fitting.items():
         if not options:
             raise NoBackendError(nothing_fits(s, verdicts, phase), base)
+    dearest = {
+        p: max((v.expected.us for v in o if v.expected), default=0.0) for p, o in fitting.items()
+    }
     pairs = {
-        (*_joint_rank(s, pre, dec), (pre.row is not dec.row, pre.spec.name, dec.spec.name, i)): (
+        (
+            *_joint_rank(s, pre, dec, dearest),
+            (pre.row is not dec.row, pre.spec.name, dec.spec.name, i),
+        ): (
             pre,
             dec,
         )
@@ -166,14 +172,21 @@ def _solve_softmax(s: RowJudge, base: Selection) -> Selection:
     return with_alternatives(s, selection, pre, dec, fitting, _conflict)
 
 
-def _joint_rank(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[float, ...]:
-    """Rank a pair: the sum of both, whose expected costs are those on the pages that they share."""
+def _joint_rank(
+    s: RowJudge, pre: Verdict, dec: Verdict, dearest: Mapping[Phase, float]
+) -> tuple[float, ...]:
+    """Rank a pair: the sum of both, whose expected costs are those on the pages that they share.
+
+    dearest: the highest expected cost of each phase. A phase that was not measured counts as this,
+    so that pairs that lack different phases are compared by what the other one saves.
+    """
     if pre.expected is None or dec.expected is None or _conflict(s, pre, dec):
         both = pre, dec
     else:
         page = _page(s, pre, dec)[0]
         both = s.on_pages(pre, page), s.on_pages(dec, page)
-    return tuple(a + b for a, b in zip(*map(s.rank, both), strict=True))
+    ranks = (s.rank(v, dearest[v.phase]) for v in both)
+    return tuple(a + b for a, b in zip(*ranks, strict=True))
 
 
 def _choice(chosen: Verdict, reason: str) -> Choice:
