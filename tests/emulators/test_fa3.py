@@ -257,17 +257,21 @@ def shuffled(parents, rng):
 
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 20, 300])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_draft_sees(window, seed):
+@pytest.mark.parametrize("itself", [True, False])
+def test_what_a_draft_sees(window, seed, itself):
     from attn_nvidia.common.tree_page_table import seen_slots
 
     rng, n, lens, page_size = torch.Generator().manual_seed(seed), 7, (60, 7, 33, 8), 8
     table = torch.randperm(40, generator=rng)[: 4 * 9].view(4, 9).int()
     trees = [shuffled(random_tree(n, 10 * seed + b), rng) for b in range(4)]
+    masks = torch.stack([tree_mask(t) for t in trees])
+    if not itself:
+        masks &= ~torch.eye(n, dtype=torch.bool)
     width = n if window is None else max(n, min(window, 60))
     slots, counts = seen_slots(
         table,
         torch.tensor(lens, dtype=torch.int32) - n,
-        torch.stack([tree_mask(t) for t in trees]),
+        masks,
         page_size,
         window=window,
         width=width,
@@ -279,6 +283,8 @@ def test_what_a_draft_sees(window, seed):
             seen = visible_keys(i, n, s, causal=True, window=window, parents=parents)
             if window is None:
                 seen = [j for j in seen if j >= s - n]
+            if not itself:
+                seen = [j for j in seen if j != s - n + i]
             want = {int(table[b, j // page_size]) * page_size + j % page_size for j in seen}
             at = b * n + i
             assert counts[at] == len(want)

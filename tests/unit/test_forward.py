@@ -268,6 +268,18 @@ def test_build_takes_the_drafts_of_a_tree_in_any_order(order, positions):
     assert made.positions.tolist() == positions
 
 
+def test_a_draft_that_does_not_see_itself_has_the_position_of_one_that_does():
+    """Its position counts the other drafts that it sees."""
+    others = torch.ones(3, 3, dtype=torch.bool).tril(-1)
+    for tree in (others, others | torch.eye(3, dtype=torch.bool)):
+        spec = SpecInfo(topk=2, num_draft_tokens=3, tree_mask=tree[None])
+        made = ForwardBatch.build(
+            ForwardMode.TARGET_VERIFY, query_lens=[3], seq_lens=[8], page_table=TABLE[:1],
+            page_size=4, spec=spec,
+        )  # fmt: skip
+        assert made.positions.tolist() == [5, 6, 7]
+
+
 def test_build_of_nothing_is_idle():
     made = ForwardBatch.build(
         ForwardMode.IDLE, query_lens=[], seq_lens=[], page_table=TABLE[:0], page_size=4

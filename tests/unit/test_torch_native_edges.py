@@ -165,6 +165,28 @@ def test_hidden_drafts_have_no_part_whatever_they_hold(dtype):
     assert got[2].isnan().all()
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_window_over_drafts_that_do_not_see_themselves(window):
+    """A window counts positions, and that of a draft counts the other drafts that it sees."""
+    layer = AttentionLayer(**SHAPE, scale=0.2, sliding_window=window)
+    tree = torch.tensor([[0, 0, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 32) for n, h in ((3, 4), (8, 2), (8, 2)))
+    depth, positions = [0, 1, 1], torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])
+    seen = torch.cat([torch.ones(3, 5, dtype=torch.bool), tree], 1)
+    for i in range(3):
+        seen[i] &= positions > 5 + depth[i] - window
+    batch = ForwardBatch.build(
+        ForwardMode.TARGET_VERIFY, query_lens=[3], seq_lens=[8], page_size=1,
+        page_table=torch.arange(8, dtype=torch.int32)[None],
+        spec=SpecInfo(topk=3, num_draft_tokens=3, tree_mask=tree[None]),
+    )  # fmt: skip
+    backend, cache = create(layer), LayerCache(k=k[:, None], v=v[:, None])
+    got = backend.forward(q, None, None, layer, cache, batch, backend.init_forward_metadata(batch))
+    want = seen_alone(q, k, v, seen, layer)
+    torch.testing.assert_close(got.double(), want.double().nan_to_num(0.0), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("starts", "keys"), [((2, 6), 6), ((0, 5, 3, 6), 6), ((0, 7), 6)])
 def test_ragged_requests_that_are_no_ranges_are_refused(starts, keys):
     """Their keys would be those of others, or end early."""

@@ -92,9 +92,7 @@ def read_gguf_config(path: Path) -> dict[str, object]:
     for key, name in _KEYS.items():
         if f"{arch}.{key}" in header:
             config[name] = header[f"{arch}.{key}"]
-    if (
-        "num_attention_heads" in config
-    ):  # of this format alone: without the key, there are no groups
+    if "num_attention_heads" in config:  # in this format a config without KV heads has no groups
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
     return config
 

@@ -72,6 +72,12 @@ class SpecInfo:
             if mask.device != device:
                 raise BatchError(f"tree_mask on {mask.device} (expected {device}, of the batch)")
 
+    @property
+    def depth(self) -> Tensor | None:
+        """The other drafts that each draft sees, int64 [B, n]; None without a tree_mask."""
+        mask = self.tree_mask
+        return None if mask is None else mask.sum(-1) - mask.diagonal(dim1=-2, dim2=-1).long()
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBatch:
@@ -245,8 +251,8 @@ class ForwardBatch:
         if verified is not None:
             check_instance("spec", verified, SpecInfo)
             verified.check_tree(len(seq_lens), device)
-        if verified is not None and verified.tree_mask is not None:
-            depth = verified.tree_mask.sum(-1) - 1  # [B, n]: drafts seen, less itself
+        depth = None if verified is None else verified.depth
+        if verified is not None and depth is not None:
             prefix = torch.tensor(
                 [s - verified.num_draft_tokens for s in seq_lens], dtype=torch.int64, device=device
             )

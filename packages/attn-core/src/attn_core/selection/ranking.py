@@ -115,9 +115,8 @@ class RowJudge:
         prefer, name = self.overrides.prefer, verdict.spec.name
         place = prefer.index(name) if name in prefer else len(prefer)
         cost = verdict.expected
-        measured = (
-            (0, cost.us) if cost is not None else (1, unmeasured)
-        )  # what is measured ranks first
+        # what is measured ranks first
+        measured = (1, unmeasured) if cost is None else (0, cost.us)
         return (place, *measured, -verdict.row.priority)
 
     def on_pages(self, verdict: Verdict, page: int) -> Verdict:

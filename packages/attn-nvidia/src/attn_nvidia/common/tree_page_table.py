@@ -35,7 +35,8 @@ def seen_slots(
         num_before = prefix.new_zeros(b, n)
         table = page_table.new_zeros(b, n, width + 1)
     else:
-        depth = tree_mask.sum(-1) - 1  # the position of a draft, counted from the prefix's end
+        # the position of a draft, counted from the prefix's end: the other drafts that it sees
+        depth = tree_mask.sum(-1) - tree_mask.diagonal(dim1=1, dim2=2).long()
         in_window = tree_mask & (depth[:, None] > depth[:, :, None] - window)
         num_before = torch.minimum((window - 1 - depth).clamp_(min=0), prefix[:, None])
         column = torch.arange(width + 1, device=prefix.device)

@@ -75,8 +75,7 @@ class Planner:
         self._dtype, self._device = dtype, device
         self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
         self._tree = None if spec is None else spec.tree_mask
-        # a draft's position behind the prefix: the drafts it sees, itself not counted
-        self._depth = None if self._tree is None else self._tree.sum(-1) - 1
+        self._depth = None if spec is None else spec.depth  # a draft's position behind the prefix
 
     def plan(
         self, layer: LayerGroup, key_lens: Sequence[int], blocks_of: BlocksOf, limits: Limits
