@@ -230,5 +230,5 @@ def decode_hopper(
                 ),
             ],
             [4 if CONFIG.GATHERS else 1],
-            [56 if CONFIG.GATHERS else 24],
+            [56 if CONFIG.GATHERS else 40 if CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE else 24],
         )  # fmt: skip
