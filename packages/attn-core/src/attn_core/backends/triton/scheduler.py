@@ -232,9 +232,8 @@ class Scheduler:
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels = self._kernels.decode
-        sharing = None
-        if shares and row_blocks == 1:
-            sharing = sharing_of(group, queries, config.page_size, store_bytes, launch.block_n)
+        sizes = (config.page_size, store_bytes, launch.block_n)
+        sharing = sharing_of(group, queries, *sizes) if shares and row_blocks == 1 else None
         drafts = sharing is not None and sharing.tile_units > 0
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
