@@ -14,114 +14,51 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.channel import init_barriers, new_kv_channels
-from attn_core.backends.triton.hopper.common import (
-    Sizes,
-    load_kv_tile,
-    lookup_slots,
-    row_offsets,
-    zero_tail,
+from attn_core.backends.triton.hopper.common import Sizes, zero_tail
+from attn_core.backends.triton.hopper.decode_items import (
+    begin_queries,
+    item_mask,
+    load_keys_values,
+    store_state,
+    wait_queries,
 )
-from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, softmax_step, store_output
-from attn_core.backends.triton.hopper.split_kv import (
-    is_final,
-    next_block,
-    partial_rows,
-    program_work,
-    split_item,
-)
-from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
-
-
-@gluon.jit
-def load_keys_values(
-    keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Fill both channels with the blocks of each item, in the order of next_block."""
-    step = 0
-    seq = work.seq
-    next_unit = work.start
-    while next_unit < work.last:
-        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
-        seq = item.seq
-        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
-        head = item.head
-        block = item.begin_block
-        start = block * CONFIG.BN
-        slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
-        for _ in range(0, item.num_blocks):
-            block = next_block(item, block, CONFIG)
-            next_start = block * CONFIG.BN
-            next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
-            keys.wait_free(step)
-            load_kv_tile(
-                keys, step, k_rows, k, pages, slots, 0, head, item.seq_len, start, CONFIG
-            )  # fmt: skip
-            values.wait_free(step)
-            load_kv_tile(
-                values, step, v_rows, v, pages, slots, 0, head, item.seq_len, start, CONFIG
-            )  # fmt: skip
-            slots = next_slots
-            start = next_start
-            step += 1
-        next_unit = item.next_unit
+from attn_core.backends.triton.hopper.softmax import softmax_step
+from attn_core.backends.triton.hopper.split_kv import next_block, program_work, split_item
+from attn_core.backends.triton.masks import MASK_TREE
 
 
 @gluon.jit
 def attend(
-    q_tile,
-    keys,
-    values,
-    q,
-    out,
-    partial,
-    requests,
-    work,
-    tree_mask,
-    sinks,
-    scales,
-    sizes,
+    q_tiles, keys, values, q, out, partial, requests, work, tree_mask, sinks, scales, sizes,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """Attend over this program's items with 64 rows each."""
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D
-    GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
+    iteration = 0
     seq = work.seq
     next_unit = work.start
+    first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+    begin_queries(q, q_tiles, 0, first, first.row_block * 64, CONFIG)
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        seq_len = item.seq_len
-        head = item.head
-        context_len = item.context_len
         first_row = item.row_block * 64
-        q_rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, B))
-        columns = gl.arange(0, D, gl.SliceLayout(0, B))
-        q_offsets = row_offsets(q, item.q_start, head, q_rows, GROUP)
-        valid = (q_rows // GROUP < item.q_len)[:, None] & (columns >= 0)[None, :]
-        q_tile.store(gl.load(q.ptr + q_offsets[:, None] + columns[None, :], mask=valid, other=0.0))
-        hopper.fence_async_shared()
-
-        rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, S))
-        q_idx = rows // GROUP
-        unmasked_low = 0
-        unmasked_high = seq_len
-        if CONFIG.MASK == MASK_CAUSAL:
-            unmasked_high = gl.minimum(seq_len, context_len + first_row // GROUP + 1)
-        if CONFIG.MASK == MASK_TREE:
-            unmasked_high = context_len
-        if CONFIG.WINDOW:
-            unmasked_low = gl.maximum(seq_len - sizes.window, 0)
-        tree = tree_mask + item.request.to(gl.int64) * sizes.drafts * sizes.drafts
-        mask = KeyMask(
-            seq_len, context_len, unmasked_low, unmasked_high, sizes.window, tree, sizes.drafts
-        )
+        wait_queries()
+        q_tile = q_tiles.index(iteration % 2)
+        if item.next_unit < work.last:  # its queries are there when this item ends
+            following = split_item(work, seq, item.next_unit, requests, sizes, CONFIG)
+            begin_queries(
+                q, q_tiles, (iteration + 1) % 2, following, following.row_block * 64, CONFIG
+            )  # fmt: skip
+        iteration += 1
+        q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
+        mask = item_mask(item, first_row, tree_mask, sizes, CONFIG)
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
         acc = gl.full([64, D], 0.0, gl.float32, O)
@@ -142,43 +79,103 @@ def attend(
             if CONFIG.GATHERS:
                 hopper.fence_async_shared()
             else:
-                zero_tail(values.tile, stage, start, item.first_key, seq_len, BN, D)
+                zero_tail(values.tile, stage, start, item.first_key, item.seq_len, BN, D)
             acc = hopper.warpgroup_mma(weights, values.tile.index(stage), acc)
             values.release(step)
             step += 1
             block = next_block(item, block, CONFIG)
+        store_state(
+            acc, m_i, l_i, out, partial, requests, work, next_unit, item, first_row, 0, sinks,
+            scales, sizes, CONFIG,
+        )  # fmt: skip
+        next_unit = item.next_unit
 
-        final = is_final(item, CONFIG)
-        if CONFIG.USE_SINKS:
-            if final:
-                acc, m_i, l_i = add_sink(acc, m_i, l_i, sinks + head * GROUP, rows % GROUP)
-        empty = l_i == 0.0
-        l_i = gl.where(empty, 1.0, l_i)
-        if final:
-            store_output(
-                acc, m_i, l_i, empty, out, scales.v, item.q_start, item.q_len, head, first_row,
-                CONFIG,
+
+@gluon.jit
+def attend_half(
+    q_tiles, keys, values, q, out, partial, requests, work, tree_mask, sinks, scales, sizes,
+    HALF: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Attend over this program's items with rows 64 · HALF … of each.
+
+    The next block meets the queries while this one is still summed, as in prefill.
+    """
+    BN: gl.constexpr = CONFIG.BN
+    D: gl.constexpr = CONFIG.D
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    zeros = gl.full([64, BN], 0.0, gl.float32, S)
+    step = 0
+    iteration = 0
+    seq = work.seq
+    next_unit = work.start
+    first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+    begin_queries(q, q_tiles, HALF, first, first.row_block * 128 + HALF * 64, CONFIG)
+    while next_unit < work.last:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        first_row = item.row_block * 128 + HALF * 64
+        wait_queries()
+        q_tile = q_tiles.index(iteration % 2 * 2 + HALF)
+        if item.next_unit < work.last:  # its queries are there when this item ends
+            following = split_item(work, seq, item.next_unit, requests, sizes, CONFIG)
+            following_row = following.row_block * 128 + HALF * 64
+            buffer = (iteration + 1) % 2 * 2 + HALF
+            begin_queries(q, q_tiles, buffer, following, following_row, CONFIG)
+        iteration += 1
+        if first_row < item.q_len * CONFIG.GROUP:
+            q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
+            mask = item_mask(item, first_row, tree_mask, sizes, CONFIG)
+            m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
+            l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+            acc = gl.full([64, D], 0.0, gl.float32, O)
+            block = item.begin_block
+            start = block * BN
+            keys.wait_full(step)
+            k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
+            s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False)
+            keys.release(step)
+            p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+            weights = gl.convert_layout(p.to(values.tile.dtype), P)
+            for _ in range(1, item.num_blocks):
+                v_stage = values.stage(step)
+                v_start = start
+                block = next_block(item, block, CONFIG)
+                start = block * BN
+                keys.wait_full(step + 1)
+                k_tile = keys.tile.index(keys.stage(step + 1)).permute((1, 0))
+                next_s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+                values.wait_full(step)
+                zero_tail(values.tile, v_stage, v_start, item.first_key, item.seq_len, BN, D)
+                next_acc = hopper.warpgroup_mma(
+                    weights, values.tile.index(v_stage), acc, is_async=True
+                )  # fmt: skip
+                s = hopper.warpgroup_mma_wait(1, deps=[next_s])
+                keys.release(step + 1)
+                p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+                acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
+                values.release(step)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                weights = gl.convert_layout(p.to(values.tile.dtype), P)
+                step += 1
+            v_stage = values.stage(step)
+            values.wait_full(step)
+            zero_tail(values.tile, v_stage, start, item.first_key, item.seq_len, BN, D)
+            acc = hopper.warpgroup_mma(weights, values.tile.index(v_stage), acc)
+            values.release(step)
+            step += 1
+            store_state(
+                acc, m_i, l_i, out, partial, requests, work, next_unit, item, first_row, HALF,
+                sinks, scales, sizes, CONFIG,
             )  # fmt: skip
-        else:
-            normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
-            out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
-            out_columns = gl.arange(0, D, gl.SliceLayout(0, O))
-            state_rows = partial_rows(work, next_unit, item, out_rows, requests, sizes, CONFIG)
-            row_mask = (first_row + out_rows < item.q_len * GROUP)[:, None]
-            row_mask = row_mask & (out_columns >= 0)[None, :]
-            gl.store(
-                partial.out + state_rows[:, None] * D + out_columns[None, :],
-                normalized,
-                mask=row_mask,
-            )
-            lse_rows = gl.arange(0, 64, gl.SliceLayout(1, S))
-            lse_at = partial_rows(work, next_unit, item, lse_rows, requests, sizes, CONFIG)
-            lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
-            if CONFIG.SHARED:  # a row that is not live has no place of its own
-                live_rows = first_row + lse_rows < item.q_len * GROUP
-                gl.store(partial.lse + lse_at, lse, mask=live_rows)
-            else:
-                gl.store(partial.lse + lse_at, lse)
+        else:  # keys of few rows, all of them in the other half
+            for _ in range(0, item.num_blocks):
+                keys.wait_full(step)
+                keys.release(step)
+                values.wait_full(step)
+                values.release(step)
+                step += 1
         next_unit = item.next_unit
 
 
@@ -203,7 +200,7 @@ def decode_hopper(
     window,
     CONFIG: gl.constexpr,
 ):
-    """Do what decode_splits does, with 64 rows a tile and no positions for a tree's windows.
+    """Do what decode_splits does, with TILE_ROWS rows a tile and no positions for a tree's windows.
 
     k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN), 64] at a time.
     """
@@ -211,24 +208,51 @@ def decode_hopper(
     work = program_work(work_indptr, spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = q.ptr.dtype.element_ty
+        HALVES: gl.constexpr = CONFIG.TILE_ROWS // 64
         QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)
-        q_tile = gl.allocate_shared_memory(T, [64, CONFIG.D], QS)
+        q_tiles = gl.allocate_shared_memory(T, [2 * HALVES, 64, CONFIG.D], QS)
         keys, values = new_kv_channels(T, CONFIG)
-        init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, 1)
-        gl.warp_specialize(
-            [
-                (
-                    attend,
+        init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, HALVES)
+        if HALVES == 2:
+            gl.warp_specialize(
+                [
                     (
-                        q_tile, keys, values, q, out, partial, requests, work, tree_mask, sinks,
-                        scales, sizes, CONFIG,
+                        attend_half,
+                        (
+                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
+                            sinks, scales, sizes, 0, CONFIG,
+                        ),
                     ),
-                ),
-                (
-                    load_keys_values,
-                    (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
-                ),
-            ],
-            [4 if CONFIG.GATHERS else 1],
-            [56 if CONFIG.GATHERS else 40 if CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE else 24],
-        )  # fmt: skip
+                    (
+                        attend_half,
+                        (
+                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
+                            sinks, scales, sizes, 1, CONFIG,
+                        ),
+                    ),
+                    (
+                        load_keys_values,
+                        (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
+                    ),
+                ],
+                [4, 1],
+                [232, 40],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (
+                        attend,
+                        (
+                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
+                            sinks, scales, sizes, CONFIG,
+                        ),
+                    ),
+                    (
+                        load_keys_values,
+                        (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
+                    ),
+                ],
+                [4 if CONFIG.GATHERS else 1],
+                [56 if CONFIG.GATHERS else 40 if CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE else 24],
+            )  # fmt: skip

@@ -126,7 +126,7 @@ class HopperDecode(SplitKernel):
         # the positions of a tree's drafts, which a window counts, are not loaded
         masks = shape.mask != MASK_TREE.value or group.window is None
         dims = group.head_dim == group.v_head_dim and group.head_dim in (64, 128, 256)
-        tiles = launch is not None and launch.block_m == 64 and launch.block_n in (64, 128)
+        tiles = launch is not None and launch.block_m in (64, 128) and launch.block_n in (64, 128)
         return launch if tiles and masks and dims and _fits(shape) else None
 
     def bind(
@@ -152,14 +152,17 @@ class HopperDecode(SplitKernel):
         split = constants_of(part.cuts)
         max_copy_rows = launch.block_n if split.TILE_UNITS else _COPY_ROWS
         rows = min(max(page, SWIZZLE_ROWS), launch.block_n, max_copy_rows)
-        pages = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
+        sizes = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
+        sizes["TILE_ROWS"] = launch.block_m
+        # two programs share a processor, or two groups of warps
+        limit = {"maxnreg": 128 if launch.ctas_per_sm > 1 else 232}
         return Launcher(
             decode_hopper,
             *bound.rows(rows),
             *(bound.k, bound.v, bound.sinks, bound.scales, call.layer.sliding_window or 0),
-            config_of(call, bound, launch, **pages, **split._asdict()),
+            config_of(call, bound, launch, **sizes, **split._asdict()),
             num_warps=4,
-            maxnreg=128 if launch.ctas_per_sm > 1 else 232,  # two programs share a processor
+            **(limit if launch.block_m == 64 else {}),
         )
 
     def make_launchers(

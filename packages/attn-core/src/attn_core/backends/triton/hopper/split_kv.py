@@ -192,6 +192,8 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
+    if CONFIG.TILE_ROWS > 64:  # one that no row sees, where none is seen
+        end_block = gl.maximum(end_block, first_block + 1)
     begin_block = end_block - 1
     if CONFIG.SHARED:
         if level > 0:
@@ -243,16 +245,16 @@ def is_final(item, CONFIG: gl.constexpr):
 
 @gluon.jit
 def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
-    """Return where the partial states of rows 0 … 63 of an item lie, see decode_splits."""
-    rows_out = partial_slot(work, unit, item, CONFIG).to(gl.int64) * 64 + rows
+    """Return where the partial states of rows of a tile lie, see decode_splits."""
+    rows_out = partial_slot(work, unit, item, CONFIG).to(gl.int64) * CONFIG.TILE_ROWS + rows
     if CONFIG.SHARED:
         HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
         if item.end_unit - item.start_unit == item.num_units:
             tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
-            row = item.row_block * 64 + rows
+            row = item.row_block * CONFIG.TILE_ROWS + rows
             token = item.level * tokens + item.q_start + row // CONFIG.GROUP
             rows_out = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
-            rows_out += gl.num_programs(0) * 128
+            rows_out += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
     return rows_out
 
 

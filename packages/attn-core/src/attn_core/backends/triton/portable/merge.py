@@ -29,15 +29,17 @@ def add_partials(
     m, total, acc, partial, first, count, tile_row, complete_row, row_mask, d,
     PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add the partials of one row of a tile to its state m, total [1] and acc [1, len(d)].
+    """Add the partials of rows of a tile to their state m, total [ROWS] and acc [ROWS, len(d)].
 
-    They are those of one lane of `count` parts, from program `first` on. complete_row: the row of
-    the only partial, if SHARED and the tile was not split.
+    Those of a row are of one lane of `count` parts, from program `first` on, int32 [ROWS] each.
+    complete_row: the place of the only partial, if SHARED and the tile was not split. PARTIALS of
+    one row are added at a time, one of several rows.
     """
-    i = tl.arange(0, PARTIALS)
-    for part in range(0, count, PARTIALS):
+    STEP: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
+    i = tl.arange(0, PARTIALS if m.shape[0] == 1 else 1)
+    for part in range(0, tl.max(count, 0), i.shape[0]):
         ok = (part + i < count) & row_mask
-        slot = first + (part + i) * (SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS)
+        slot = first + (part + i) * STEP
         # the first program stored this at the end of its quota, the others at the begin
         if not SPLIT.BATCH_INVARIANT:
             slot = 2 * slot + (part + i == 0).to(tl.int32)
@@ -48,12 +50,19 @@ def add_partials(
         x = tl.load(
             partial.out + rows_in[:, None] * C.BDV + d[None, :], mask=ok[:, None], other=0.0
         )
-        new = tl.maximum(m, tl.max(s, 0))
+        if m.shape[0] == 1:
+            new = tl.maximum(m, tl.max(s, 0))
+        else:
+            new = tl.maximum(m, s)
         base = tl.where(new == -float("inf"), 0.0, new)
         weight = tl.exp2(s - base)
         shrink = tl.exp2(m - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
+        if m.shape[0] == 1:
+            total = total * shrink + tl.sum(weight, 0)
+            acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
+        else:
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + x * weight[:, None]
         m = new
     return m, total, acc
 
@@ -92,7 +101,7 @@ def merge_splits(
     SPLIT: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Merge the partials of ROWS rows of a tile that was split, PARTIALS at a time.
+    """Merge the partials of ROWS rows of a tile that was split, a power of two of rows.
 
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
@@ -149,53 +158,47 @@ def merge_splits(
         tl.extra.cuda.gdc_wait()
     if (count > 1) | (outer >= 0):
         d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        zero = tl.zeros([1], tl.int32)
-        for i in tl.static_range(ROWS):
-            tile_row = tl.program_id(1) * ROWS + i
-            row = row_block * BM + tile_row
-            row_mask = (tile_row < BM) & (row < queries * C.GROUP)
-            token = (query + row // C.GROUP).to(tl.int64)
-            head = kv_head * C.GROUP + row % C.GROUP
-            m = tl.full([1], -float("inf"), tl.float32)
-            total = tl.zeros([1], tl.float32)
-            acc = tl.zeros([1, COLUMNS], tl.float32)
-            complete_row = 0
-            if SPLIT.SHARED:
-                complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
-            m, total, acc = add_partials(
-                m, total, acc, partial, low * LANES + lane, count, tile_row, complete_row,
-                row_mask, d, PARTIALS, BM, SPLIT, C,
-            )  # fmt: skip
-            if SPLIT.SHARED:
-                for level in tl.static_range(1, 3):
-                    span = outer if level == 1 else inner
-                    if span >= 0:
-                        s_before, s_units, blocks, s_query = (
-                            outer_group if level == 1 else inner_group
-                        )
-                        s_row = (query - s_query) * C.GROUP + row
-                        s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
-                        s_low = (s_begin + SPLIT.TILE_UNITS) // quota
-                        s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                        complete_row = whole_rows(
-                            programs, tokens, zero + level, token, head, BM, C
-                        )
-                        m, total, acc = add_partials(
-                            m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
-                            complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
-                        )  # fmt: skip
-            sink = m
-            if C.USE_SINKS:
-                sink = tl.load(sinks + head + zero, mask=row_mask, other=0.0).to(tl.float32)
-            result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
-            out_ptrs = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
-            mask = row_mask & (d < C.DV)[None, :]
-            tl.store(
-                out_ptrs + zero[:, None] + d[None, :],
-                result.to(out.ptr.dtype.element_ty),
-                mask=mask,
-            )
-            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head + zero, lse, mask=row_mask)
+        zero = tl.zeros([ROWS], tl.int32)
+        tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = row_block * BM + tile_row
+        row_mask = (tile_row < BM) & (row < queries * C.GROUP)
+        token = (query + row // C.GROUP).to(tl.int64)
+        head = kv_head * C.GROUP + row % C.GROUP
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        complete_row = zero
+        if SPLIT.SHARED:
+            complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
+        m, total, acc = add_partials(
+            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
+            complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
+        )  # fmt: skip
+        if SPLIT.SHARED:
+            for level in tl.static_range(1, 3):
+                span = outer if level == 1 else inner
+                if span >= 0:
+                    s_before, s_units, blocks, s_query = (
+                        outer_group if level == 1 else inner_group
+                    )
+                    s_row = (query - s_query) * C.GROUP + row
+                    s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
+                    s_low = (s_begin + SPLIT.TILE_UNITS) // quota
+                    s_count = (s_begin + blocks - 1) // quota - s_low + 1
+                    complete_row = whole_rows(programs, tokens, zero + level, token, head, BM, C)
+                    m, total, acc = add_partials(
+                        m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
+                        complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
+                    )  # fmt: skip
+        sink = m
+        if C.USE_SINKS:
+            sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
+        result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
+        offsets = token * out.token_stride + head.to(tl.int64) * out.head_stride
+        mask = row_mask[:, None] & (d < C.DV)[None, :]
+        out_ptrs = out.ptr + offsets[:, None] + d[None, :]
+        tl.store(out_ptrs, result.to(out.ptr.dtype.element_ty), mask=mask)
+        tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -1,0 +1,142 @@
+"""The items of split-KV decode for Hopper: their keys and queries, what they see, what is stored."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from attn_core.backends.triton.hopper.common import (
+    barrier,
+    load_kv_tile,
+    lookup_slots,
+    row_offsets,
+)
+from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
+from attn_core.backends.triton.hopper.split_kv import is_final, next_block, partial_rows, split_item
+from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
+
+
+@gluon.jit
+def load_keys_values(
+    keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Fill both channels with the blocks of each item, in the order of next_block."""
+    step = 0
+    seq = work.seq
+    next_unit = work.start
+    while next_unit < work.last:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+        head = item.head
+        block = item.begin_block
+        start = block * CONFIG.BN
+        slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
+        for _ in range(0, item.num_blocks):
+            block = next_block(item, block, CONFIG)
+            next_start = block * CONFIG.BN
+            next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
+            keys.wait_free(step)
+            load_kv_tile(
+                keys, step, k_rows, k, pages, slots, 0, head, item.seq_len, start, CONFIG
+            )  # fmt: skip
+            values.wait_free(step)
+            load_kv_tile(
+                values, step, v_rows, v, pages, slots, 0, head, item.seq_len, start, CONFIG
+            )  # fmt: skip
+            slots = next_slots
+            start = next_start
+            step += 1
+        next_unit = item.next_unit
+
+
+@gluon.jit
+def begin_queries(q, q_tiles, buffer, item, first_row, CONFIG: gl.constexpr):
+    """Begin to copy the 64 rows of a tile from first_row on into a buffer; wait_queries waits."""
+    D: gl.constexpr = CONFIG.D
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, B))
+    columns = gl.arange(0, D, gl.SliceLayout(0, B))
+    offsets = row_offsets(q, item.q_start, item.head, rows, CONFIG.GROUP)
+    valid = (rows // CONFIG.GROUP < item.q_len)[:, None] & (columns >= 0)[None, :]
+    async_copy.async_copy_global_to_shared(
+        q_tiles.index(buffer), q.ptr + offsets[:, None] + columns[None, :], mask=valid
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def wait_queries():
+    """Wait for the queries that this group of warps has begun to copy."""
+    async_copy.wait_group(0)
+    barrier()
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def item_mask(item, first_row, tree_mask, sizes, CONFIG: gl.constexpr):
+    """Return which keys the rows of a tile from first_row on see."""
+    unmasked_low = 0
+    unmasked_high = item.seq_len
+    if CONFIG.MASK == MASK_CAUSAL:
+        first_end = item.context_len + first_row // CONFIG.GROUP + 1
+        unmasked_high = gl.minimum(item.seq_len, first_end)
+    if CONFIG.MASK == MASK_TREE:
+        unmasked_high = item.context_len
+    if CONFIG.WINDOW:
+        unmasked_low = gl.maximum(item.seq_len - sizes.window, 0)
+    tree = tree_mask + item.request.to(gl.int64) * sizes.drafts * sizes.drafts
+    return KeyMask(
+        item.seq_len, item.context_len, unmasked_low, unmasked_high, sizes.window, tree,
+        sizes.drafts,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_state(
+    acc, m_i, l_i, out, partial, requests, work, unit, item, first_row, half, sinks, scales, sizes,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Store the outputs of 64 rows of a tile, from first_row on, or their partial state.
+
+    half: of the rows of a tile.
+    """
+    D: gl.constexpr = CONFIG.D
+    O: gl.constexpr = acc.type.layout  # noqa: E741
+    final = is_final(item, CONFIG)
+    if CONFIG.USE_SINKS:
+        if final:
+            rows = first_row + gl.arange(0, 64, m_i.type.layout)
+            heads = sinks + item.head * CONFIG.GROUP
+            acc, m_i, l_i = add_sink(acc, m_i, l_i, heads, rows % CONFIG.GROUP)
+    empty = l_i == 0.0
+    l_i = gl.where(empty, 1.0, l_i)
+    if final:
+        store_output(
+            acc, m_i, l_i, empty, out, scales.v, item.q_start, item.q_len, item.head, first_row,
+            CONFIG,
+        )  # fmt: skip
+    else:
+        normalized = acc * gl.convert_layout(1.0 / l_i, gl.SliceLayout(1, O))[:, None]
+        out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
+        out_columns = gl.arange(0, D, gl.SliceLayout(0, O))
+        tile_rows = half * 64 + out_rows
+        state_rows = partial_rows(work, unit, item, tile_rows, requests, sizes, CONFIG)
+        row_mask = (first_row + out_rows < item.q_len * CONFIG.GROUP)[:, None]
+        row_mask = row_mask & (out_columns >= 0)[None, :]
+        gl.store(
+            partial.out + state_rows[:, None] * D + out_columns[None, :], normalized, mask=row_mask
+        )
+        lse_rows = gl.arange(0, 64, m_i.type.layout)
+        lse_at = partial_rows(work, unit, item, half * 64 + lse_rows, requests, sizes, CONFIG)
+        lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
+        if CONFIG.SHARED:  # a row that is not live has no place of its own
+            live_rows = first_row + lse_rows < item.q_len * CONFIG.GROUP
+            gl.store(partial.lse + lse_at, lse, mask=live_rows)
+        else:
+            gl.store(partial.lse + lse_at, lse)
