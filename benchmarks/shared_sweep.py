@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton.shared import Sharing, sharing_of
+from attn_core.backends.triton.tuning import Launch
 from attn_core.costs.shared_prefix import SHARED_TILE_ROWS
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.layer import LayerGroup
@@ -42,9 +43,9 @@ class Form(NamedTuple):
         """Return the call of this form, whose plan is made."""
 
         def sharing(
-            group: LayerGroup, queries: int, page: int, store_bytes: int, block: int
+            group: LayerGroup, queries: int, page: int, store_bytes: int, launch: Launch
         ) -> Sharing | None:
-            result = sharing_of(group, queries, page, store_bytes, block)
+            result = sharing_of(group, queries, page, store_bytes, launch)
             return None if result is None else result._replace(tile_units=self.units)
 
         with mock.patch.object(scheduler, "sharing_of", sharing):

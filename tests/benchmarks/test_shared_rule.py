@@ -40,7 +40,7 @@ def groups_of(case: Case) -> int:
     launch = decode_launch(
         "sm90", 64, case.head_dim, case.v_head_dim, store_bytes, page_size=page, shared=True
     )
-    sharing = sharing_of(LayerGroup.of(layer), queries, page, store_bytes, launch.block_n)
+    sharing = sharing_of(LayerGroup.of(layer), queries, page, store_bytes, launch)
     if sharing is None:
         return 0
     table = torch.arange(batch * (case.length // page), dtype=torch.int32).view(batch, -1)

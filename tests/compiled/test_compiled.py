@@ -39,6 +39,7 @@ SPILLS |= {("sm90", "mla-decode-fp8", "decode_splits"): 24}
 SPILLS |= {("sm90", "mla-decode-16-heads-fp8", "decode_splits"): 4}
 # Addresses of a tree's mask, once a request, beside large steps.
 SPILLS |= {("sm90", "verify-shared", "decode_hopper"): 6}
+SPILLS |= {("sm90", "verify-shared-56-rows", "decode_hopper"): 18}  # around its loops, not in them
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
@@ -154,12 +155,13 @@ def test_hot_launches_of_sparse_mla(arch):
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm90", "gfx942"])
 def test_hot_launches_of_shared_prefixes(arch):
-    sites = judged(arch, "verify-shared", "decode-shared", "verify-56-rows", hot=True)
+    names = ("verify-shared", "decode-shared", "verify-shared-56-rows", "verify-56-rows")
+    sites = judged(arch, *names, hot=True)
     assert [fault for site in sites for fault in site["faults"]] == []
     attend = "decode_hopper" if arch == "sm90" else "decode_splits"
     kernels = [[k["name"] for k in site["kernels"]] for site in sites]
-    shared = ["plan_shared", attend, "merge_splits"]
-    assert kernels == [shared, shared, ["plan_splits", attend, "merge_splits"]]
+    shared, alone = ([plan, attend, "merge_splits"] for plan in ("plan_shared", "plan_splits"))
+    assert kernels == [shared, shared, shared if arch == "sm90" else alone, alone]
 
 
 @pytest.mark.long

@@ -260,6 +260,9 @@ MORE: dict[str, Site] = {
     "decode-shared-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5), shared_prefix=True),
     "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
     "verify-shared": Site(case=verify(**SIXTEEN, trees=(TREE,) * 16), shared_prefix=True),
+    "verify-shared-56-rows": Site(
+        case=verify(**SIXTEEN, trees=(TREE,) * 16, heads=(28, 4)), shared_prefix=True
+    ),
     "verify-56-rows": Site(case=verify(**SIXTEEN, trees=None, heads=(28, 4))),
     "decode-fixed": Site(case=decode(), deterministic=True),
     "extend-fixed": Site(case=extend(), deterministic=True),

@@ -31,6 +31,14 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"page": 128},
         {"block": 128},
         {"block": 128, "page": 16, "queries": 5, "at_once": 1, "tile_units": 2, "parts": 7},
+        {"rows": 128},
+        {"rows": 128, "parts": 1},
+        {"rows": 128, "parts": 60, "block": 128},
+        {"rows": 128, "queries": 7, "group": 8, "parts": 9, "page": 16, "at_once": 1},
+        {"rows": 128, "queries": 9, "group": 14, "parts": 9, "block": 128},
+        {"rows": 128, "queries": 5, "group": 8, "parts": 5, "tile_units": 2, "batch": 5},
+        {"rows": 128, "queries": 4, "tree": True, "parts": 5, "tile_units": 1},
+        {"queries": 4, "tree": True},
     ],
     ids=str,
 )
@@ -38,11 +46,14 @@ def test_equals_float64(more):
     run(**more)
 
 
-def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64):
+def run(
+    *, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64, rows=64, batch=6,
+    tree=False,
+):  # fmt: skip
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
-    batch, tokens = len(LENGTHS), len(LENGTHS) * queries
-    lengths = [n + queries for n in LENGTHS]
+    tokens = batch * queries
+    lengths = [n + queries for n in LENGTHS[:batch]]
     pages = [-(-n // page) for n in lengths]
     table = torch.zeros(batch, max(pages)).int()
     order = iter((torch.randperm(sum(pages)) + 1).tolist())
@@ -58,6 +69,8 @@ def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=
             store[row[at // page].long(), at % page] = torch.randn(n, HEADS, D).bfloat16()
     q = torch.randn(tokens, HEADS * group, D).bfloat16()
 
+    trees = torch.rand(batch, queries, queries) < 0.5
+    trees |= torch.eye(queries).bool()
     spans = torch.zeros(7, 2 * batch).int()
     spans[6] = torch.full((2 * batch,), -1)
     units = []
@@ -67,23 +80,24 @@ def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=
     for i, (first, count, begin, end, level) in enumerate(GROUPS):
         found = (first, first * queries, count * queries, begin, end, level)
         spans[:6, batch + i] = torch.tensor(found)
-        units.append(-(-count * queries * group // 64) * ((end - begin) // block + tile_units))
+        units.append(-(-count * queries * group // rows) * ((end - begin) // block + tile_units))
     units += [0] * (2 * batch - len(units))
     indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
     turns = HEADS // at_once
     quota = max(1 + tile_units, -(-sum(units) * turns // parts))
     programs = parts * at_once
-    rows = programs * 128 + 3 * tokens * HEADS * group
+    places = programs * 2 * rows + 3 * tokens * HEADS * group
     out = torch.full((tokens, HEADS * group, D), torch.nan).bfloat16()
     lse = torch.full((tokens, HEADS * group), torch.nan)
-    partial_out, partial_lse = torch.full((rows, D), torch.nan), torch.full((rows,), torch.nan)
+    partial_out, partial_lse = torch.full((places, D), torch.nan), torch.full((places,), torch.nan)
 
     arguments = load("arguments", "attn_core.backends.triton.portable")
     config = load("common", HOPPER).AttentionConfig(
         HEADS=HEADS, GROUP=group, PAGE=page, HND=False, GATHERS=page < 8, BN=block, D=D,
-        USE_SOFTCAP=False, USE_SINKS=False, MASK=1, WINDOW=False, INT64_OFFSETS=False,
-        SHARED=True, TILE_UNITS=tile_units, HEADS_AT_ONCE=at_once, MIN_UNITS=1 + tile_units,
-        COPY_ROWS=16, STAGES=128 // block,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=2 if tree else 1, WINDOW=False,
+        INT64_OFFSETS=False, SHARED=True, TILE_UNITS=tile_units, HEADS_AT_ONCE=at_once,
+        MIN_UNITS=1 + tile_units, COPY_ROWS=16, STAGES=2 if rows == 128 else 128 // block,
+        TILE_ROWS=rows,
     )  # fmt: skip
     store_of = [arguments.Store(Pointer(x), *map(torch.tensor, x.stride()[:3])) for x in stores]
     launch(
@@ -95,34 +109,39 @@ def run(*, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=
             Pointer((torch.arange(batch + 1) * queries).int()),
             Pointer(torch.tensor(lengths).int()), Pointer(table),
         ),
-        Pointer(indptr), arguments.Spans(*map(Pointer, spans)), Pointer(torch.zeros(1)),
-        torch.tensor(batch), 0, table.stride(0), *(x.flatten(0, 1).flatten(1) for x in stores),
-        *store_of, Pointer(torch.zeros(1)), arguments.Scales(SCALE, 1.0, 1.0), 0, config,
+        Pointer(indptr), arguments.Spans(*map(Pointer, spans)), Pointer(trees),
+        torch.tensor(batch), queries, table.stride(0),
+        *(x.flatten(0, 1).flatten(1) for x in stores), *store_of, Pointer(torch.zeros(1)),
+        arguments.Scales(SCALE, 1.0, 1.0), 0, config,
     )  # fmt: skip
 
     def states(span, token, head, q_head):
         """Yield where the states of a row of a span are; None for its output."""
         own = span < batch
         row = (token - (span * queries if own else int(spans[1, span]))) * group + q_head
-        blocks = 1 if own else -(-int(spans[2, span]) * group // 64)
+        blocks = 1 if own else -(-int(spans[2, span]) * group // rows)
         of_tile = units[span] // blocks
-        at = int(indptr[span]) * turns + head // at_once * units[span] + row // 64 * of_tile
+        at = int(indptr[span]) * turns + head // at_once * units[span] + row // rows * of_tile
         low, high = (at + tile_units) // quota, (at + of_tile - 1) // quota
         if low < high:
             for p in range(low, high + 1):
-                yield (2 * (p * at_once + head % at_once) + (p == low)) * 64 + row % 64
+                slot = 2 * (p * at_once + head % at_once) + (p == low)
+                yield slot * rows + row % rows
         elif own and spans[3, span] == 0:
             yield None
         else:
             level = 0 if own else int(spans[5, span])
             whole = (level * tokens + token) * HEADS * group + head * group + q_head
-            yield programs * 128 + whole
+            yield programs * 2 * rows + whole
 
     for token, head, q_head in itertools.product(range(tokens), range(HEADS), range(group)):
         b = token // queries
         mine = [b] + [batch + i for i, g in enumerate(GROUPS) if g[0] <= b < g[0] + g[1]]
         found = [x for span in mine for x in states(span, token, head, q_head)]
-        seen = torch.arange(lengths[b] - queries + token % queries + 1)
+        context, query = lengths[b] - queries, token % queries
+        seen = torch.arange(context + query + 1)
+        if tree:
+            seen = torch.cat((torch.arange(context), context + trees[b, query].nonzero()[:, 0]))
         k, v = (x[table[b][seen // page].long(), seen % page, head].double() for x in stores)
         s = k @ q[token, head * group + q_head].double() * SCALE
         if found == [None]:

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from attn_core.costs.shared_prefix import fits_tile, largest_tile, shared_tile_rows
 from attn_core.costs.workload import Workload
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.layer import AttentionLayer
 from attn_core.selection.result import Choice, Selection
 from attn_core.selection.shared_prefix import sharing_of
+from attn_core.spec.device import Device
 from attn_core.spec.requirements import LayerRequirements, Requirements, Speculation
 
 LAYERS = ("--head-dim", "128", "--num-q-heads", "32", "--num-kv-heads", "8")
@@ -58,11 +60,15 @@ def test_select_says_where_no_groups_are_formed(here, more, least, why):
     assert found["why"] in line
 
 
-def test_the_rule_that_select_prints_is_that_of_the_plan():
-    """Of tiles of drafts too: with 28 query and 4 KV heads two requests of 4 fit one, of 8 none."""
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_the_rule_that_select_prints_is_that_of_the_plan(arch):
+    """Of tiles of drafts too: with 28 query and 4 KV heads two requests of 8 fit a Hopper's."""
     shared = pytest.importorskip("attn_core.backends.triton.shared")
+    decode_launch = pytest.importorskip("attn_core.backends.triton.tuning").decode_launch
     row = next(r for r in load_plugins().get("triton").capabilities if r.kind == "mha")
     kinds = [(32, 8, 128, 1), (28, 4, 128, 4), (28, 4, 128, 8), (16, 1, 64, 1), (64, 1, 256, 1)]
+    kinds += [(32, 2, 128, 4), (28, 4, 64, 8), (36, 4, 128, 8)]
+    found = []
     for q, kv, dim, drafts in kinds:
         shape = {"num_q_heads": q, "num_kv_heads": kv, "head_dim": dim, "v_head_dim": dim}
         spec = Speculation(num_draft_tokens=drafts)
@@ -71,9 +77,19 @@ def test_the_rule_that_select_prints_is_that_of_the_plan():
         )
         role = "decode" if drafts == 1 else "verify"
         chosen = Selection(
-            requirements=needs, roles={role: Choice("triton", row, "")}, page_size=16
+            requirements=needs,
+            roles={role: Choice("triton", row, "")},
+            page_size=16,
+            device=Device("cuda", arch),
         )
-        [one] = sharing_of(chosen, Workload())
-        layer = AttentionLayer(layer_id=0, scale=1.0, **shape)
-        plan = shared.sharing_of(layer.group, drafts, 16, 2, 64)
+        [one] = sharing_of(chosen, Workload(requests={64: 1.0}))
+        layer, rows = AttentionLayer(layer_id=0, scale=1.0, **shape), drafts * q // kv
+        plan = None
+        if fits_tile(rows, largest_tile(arch, dim, dim, 2, 16, 64)):
+            sizes = (arch, shared_tile_rows(rows, dim, "bf16", False), dim, dim, 2)
+            launch = decode_launch(*sizes, page_size=16, shared=True, requests=64)
+            plan = shared.sharing_of(layer.group, drafts, 16, 2, launch)
         assert one.least == (None if plan is None else plan.granule)
+        found.append(plan is not None)
+    hopper = arch == "sm90"
+    assert found == [True, True, hopper, True, False, hopper, False, False]

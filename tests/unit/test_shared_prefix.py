@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,18 @@ def attend(sharers, queries=1, mode=M.DECODE, spec=None, trees=None, **config):
     return next(iter(plan.values())).split
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Let requests that share fill tiles of 128 rows, as where Hopper's kernel has two halves."""
+    choose = scheduler.decode_launch
+
+    def launch(*args, shared, **more):
+        chosen = choose(*args, shared=shared, **more)
+        return replace(chosen, block_m=128) if shared else chosen
+
+    monkeypatch.setattr(scheduler, "decode_launch", launch)
+
+
 CASES = {
     "all": ([200, 230, 257, 193], [0, 8, 8, 8]),
     "one alone": ([200, 230, 90, 257], [0, 9, 0, 0]),
@@ -65,6 +78,19 @@ def test_groups_are_found_and_read_right(name):
     for b, begin in enumerate(begins):
         ends = [end for first, n, _, end, _ in expected if first <= b < first + n]
         assert begin == max(ends, default=0)
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("processors", [1, 5, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_share_tiles_of_128_rows(name, processors):
+    lengths, shared = CASES[name]
+    sharers = Sharers(make_layer(2, 4, 32), lengths, shared, page=16)
+    trees = random_trees(len(lengths), 8)
+    spec = verify(8, trees)
+    split = attend(sharers, 8, M.TARGET_VERIFY, spec, trees, multiprocessors=processors)
+    assert split.cuts.launch.block_m == 128
+    assert planned_spans(split, len(lengths))[0] == expected_spans(sharers, 8)
 
 
 @pytest.mark.parametrize("heads", [(2, 4, 32), (1, 7, 64), (3, 1, 16)])
@@ -110,6 +136,14 @@ def test_short_extends_share_what_comes_before_their_tokens(name):
     groups, _ = planned_spans(split, len(lengths))
     assert groups == expected_spans(sharers, queries)
     assert groups
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("name", EXTENDS)
+def test_short_extends_share_tiles_of_128_rows(name):
+    lengths, shared, queries = EXTENDS[name]
+    sharers = Sharers(make_layer(1, dim=32), lengths, shared, page=16)
+    assert attend(sharers, queries, M.EXTEND).cuts.launch.block_m == 128
 
 
 def test_prompts_and_steps_beside_them_form_no_groups():
@@ -286,7 +320,8 @@ def test_a_request_that_fills_most_of_a_tile_is_read_alone():
 def test_tiles_of_many_rows_count_units_beside_their_keys(queries, heads, block, expected):
     """In what was measured drafts and latents were faster so, and decode slower."""
     layer = make_layer(*heads)
-    assert sharing_of(LayerGroup.of(layer), queries, 64, 2, block).tile_units == expected
+    launch = Launch(block_m=64, block_n=block, warps=4, stages=2)
+    assert sharing_of(LayerGroup.of(layer), queries, 64, 2, launch).tile_units == expected
 
 
 @pytest.mark.parametrize("more", [0, 1, TILE_UNITS])

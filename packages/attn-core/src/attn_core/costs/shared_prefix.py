@@ -4,26 +4,44 @@ from __future__ import annotations
 
 LEAST_SHARED_KEYS = 256
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
+LARGE_TILE_ROWS = 128  # of those of requests with more rows than half of that, on a Hopper
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 
 
-def fits_tile(rows: int) -> bool:
+def largest_tile(
+    arch: str | None,
+    head_dim: int,
+    v_head_dim: int,
+    store_bytes: int,
+    page_size: int,
+    requests: int,
+) -> int:
+    """Return the rows of the largest tile that requests may fill together.
+
+    A Hopper has a kernel for tiles whose halves two groups of warps hold, over 16 bits and a head
+    dim of 128, for pages that TMA reads and as many requests as fill its processors.
+    """
+    wide = (head_dim, v_head_dim, store_bytes) == (128, 128, 2) and page_size >= 8
+    return LARGE_TILE_ROWS if arch == "sm90" and wide and requests >= 16 else SHARED_TILE_ROWS
+
+
+def fits_tile(rows: int, tile_rows: int = SHARED_TILE_ROWS) -> bool:
     """Say whether two requests of so many query rows a KV head fit a tile.
 
     A tile of two members would otherwise read what a tile of each reads.
     """
-    return 2 * rows <= SHARED_TILE_ROWS
+    return 2 * rows <= tile_rows
 
 
 def shared_tile_rows(rows: int, v_head_dim: int, store: str, tree: bool) -> int:
     """Return the rows of a tile that requests of so many query rows a KV head fill together.
 
-    Over FP8 and FP4 the products and exponentials of rows that nobody has bound a program, where
-    keys of a request alone are read: tiles are no larger than two requests need. store: the dtype
-    of a cache.
+    Two of them fit it, see fits_tile. Over FP8 and FP4 the products and exponentials of rows that
+    nobody has bound a program, where keys of a request alone are read: tiles are no larger than two
+    requests need. store: the dtype of a cache.
     """
     if not store.startswith(("fp8", "fp4")) or v_head_dim > 256 or tree:
-        return SHARED_TILE_ROWS
+        return SHARED_TILE_ROWS if fits_tile(rows) else LARGE_TILE_ROWS
     return min(SHARED_TILE_ROWS, max(16, 1 << (2 * rows - 1).bit_length()))
 
 

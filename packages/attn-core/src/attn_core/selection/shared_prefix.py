@@ -8,8 +8,8 @@ from typing import Any
 
 from attn_core.costs.shared_prefix import (
     MAX_REQUESTS,
-    SHARED_TILE_ROWS,
     fits_tile,
+    largest_tile,
     partial_bytes,
     shared_granule,
     token_values,
@@ -109,26 +109,28 @@ def _sharing(
         )
         return Sharing(role=role, layer=name, least=None, why=reason)
     rows, v_dim = queries * (q // kv), layer.v_head_dim or dim
-    if not fits_tile(rows):
-        reason = (
-            f"{name} {alone}: {rows} query rows a KV head (at most {SHARED_TILE_ROWS // 2} are "
-            "shared)"
-        )
+    width, page = BYTES.get(selection.kv_cache_dtype, 1), selection.page_size or 1
+    requests = _requests(workload)
+    tile = largest_tile(selection.device.arch, dim, v_dim, width, page, requests)
+    if not fits_tile(rows, tile):
+        reason = f"{name} {alone}: {rows} query rows a KV head (at most {tile // 2} are shared)"
         return Sharing(role=role, layer=name, least=None, why=reason)
-    width = BYTES.get(selection.kv_cache_dtype, 1)
     least = shared_granule(rows, dim, v_dim, width)
     sizes = kv, token_values(dim, v_dim) * width, partial_bytes(rows, v_dim)
-    page = selection.page_size or 1
     gains = tuple(_gains(workload, least, page, *sizes))
     return Sharing(role=role, layer=name, least=least, gains=gains)
+
+
+def _requests(workload: Workload) -> int:
+    """Return the most requests that run together, of those that may share."""
+    return min(max(n for n, share in workload.requests.items() if share > 0), MAX_REQUESTS)
 
 
 def _gains(
     workload: Workload, granule: int, page: int, kv_heads: int, token: int, partials: int
 ) -> Iterator[Gain]:
     """Yield what each prompt of a workload brings where most requests of it run together."""
-    requests = max(n for n, share in workload.requests.items() if share > 0)
-    requests = min(requests, MAX_REQUESTS)
+    requests = _requests(workload)
     if requests < 2:
         return
     for prompt, share in sorted(workload.prompts.items()):

@@ -28,7 +28,6 @@ from attn_core.backends.triton.schedule import (
 from attn_core.backends.triton.shared import BUFFER_ROWS, LEVELS, sharing_of
 from attn_core.backends.triton.tuning import (
     LONG,
-    Launch,
     decode_launch,
     has_pdl,
     merge_tile,
@@ -37,7 +36,7 @@ from attn_core.backends.triton.tuning import (
 )
 from attn_core.backends.triton.variants import kernels_of
 from attn_core.cache.layer_cache import TORCH_DTYPES
-from attn_core.costs.shared_prefix import MAX_REQUESTS, shared_tile_rows
+from attn_core.costs.shared_prefix import MAX_REQUESTS, fits_tile, largest_tile, shared_tile_rows
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import EVEN_MODES, ForwardBatch, ForwardMode
 from attn_core.runtime.layer import LayerGroup
@@ -209,21 +208,32 @@ class Scheduler:
         self, shape: Shape, size: int, queries: int, short: bool, max_queries: int, *, shares: bool
     ) -> Cuts:
         """Return what of a split no length decides but whether all keys are short."""
-        config, group = self.config, shape.group
+        config, group, arch = self.config, shape.group, self._arch
         rows, batch_invariant = queries * group.num_queries_per_kv, config.deterministic
-        store_bytes = TORCH_DTYPES[config.kv_cache_dtype].itemsize
-        launch = self._decode_launch(shape, rows, size, short, shared=shares)
-        if shares and 2 * rows > launch.block_m:
-            shares, launch = False, self._decode_launch(shape, rows, size, short, shared=False)
+        store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
+        store_bytes, query_bytes = (TORCH_DTYPES[x].itemsize for x in (store, shape.dtype))
+        sizes = (group.head_dim, group.v_head_dim, store_bytes)
+        shares = shares and fits_tile(rows, largest_tile(arch, *sizes, config.page_size, size))
+        launch = decode_launch(
+            arch,
+            shared_tile_rows(rows, group.v_head_dim, store, tree) if shares else rows,
+            *sizes,
+            page_size=config.page_size,
+            short=short,
+            tree=tree,
+            fp4=store == "fp4_e2m1",
+            shared=shares,
+            requests=LONG if batch_invariant or short else size,
+            query_bytes=query_bytes,
+        )
         keys_per_unit = KEYS_PER_PARTIAL if batch_invariant else self._unsplit_keys if short else 0
         row_blocks, tile_rows = -(-rows // launch.block_m), min(rows, launch.block_m)
         parts = max(1, self._processors * launch.ctas_per_sm // row_blocks)
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
-        kernels = self._kernels.decode
-        sizes = (config.page_size, store_bytes, launch)
-        sharing = sharing_of(group, queries, *sizes) if shares and row_blocks == 1 else None
+        kernels, tile = self._kernels.decode, (config.page_size, store_bytes, launch)
+        sharing = sharing_of(group, queries, *tile) if shares and row_blocks == 1 else None
         drafts = sharing is not None and sharing.tile_units > 0
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
@@ -238,28 +248,10 @@ class Scheduler:
             programs=programs,
             batch_invariant=batch_invariant,
             blocks_per_unit=max(1, keys_per_unit // launch.block_n),
-            overlap=has_pdl(self._arch),
+            overlap=has_pdl(arch),
             merge_tile=merge_tile(*merged, width),
             sharing=sharing,
             planned_quota=planned and group.num_kv_heads == 1 and size <= PLANNED_REQUESTS,
-        )
-
-    def _decode_launch(
-        self, shape: Shape, rows: int, size: int, short: bool, *, shared: bool
-    ) -> Launch:
-        config, group, store = self.config, shape.group, self.config.kv_cache_dtype
-        tree = shape.mask == MASK_TREE.value
-        return decode_launch(
-            self._arch,
-            shared_tile_rows(rows, group.v_head_dim, store, tree) if shared else rows,
-            *(group.head_dim, group.v_head_dim, TORCH_DTYPES[store].itemsize),
-            page_size=config.page_size,
-            short=short,
-            tree=tree,
-            fp4=store == "fp4_e2m1",
-            shared_rows=rows if shared else 0,
-            requests=LONG if config.deterministic or short else size,
-            query_bytes=TORCH_DTYPES[shape.dtype].itemsize,
         )
 
     def _tiles(

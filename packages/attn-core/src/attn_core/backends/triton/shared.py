@@ -10,7 +10,12 @@ from torch import Tensor
 from attn_core.backends.triton.portable.arguments import Requests, Spans
 from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
-from attn_core.costs.shared_prefix import is_latent, shared_granule
+from attn_core.costs.shared_prefix import (
+    SHARED_TILE_ROWS,
+    fits_tile,
+    is_latent,
+    shared_granule,
+)
 from attn_core.ops.triton.launcher import Launcher, alike
 from attn_core.runtime.layer import LayerGroup
 
@@ -38,19 +43,18 @@ def sharing_of(
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
     store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
-    units; decode is faster without, and few rows with half of them where a step is large.
+    units; decode is faster without, and few rows with half of them where a step is large, as is a
+    tile of 128 rows.
     """
     rows = queries * group.num_queries_per_kv
-    if 2 * rows > launch.block_m:
+    if not fits_tile(rows, max(launch.block_m, SHARED_TILE_ROWS)):
         return None
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
     tiled = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
     tile_units = TILE_UNITS if tiled and rows >= TILE_UNITS_FROM else 0
-    if rows <= TILE_UNITS_FROM and launch.block_n > 64:
+    large = launch.block_m > SHARED_TILE_ROWS
+    if large or (rows <= TILE_UNITS_FROM and launch.block_n > 64):
         tile_units //= 2
-    import os
-    if launch.block_m == 128 and tile_units:
-        tile_units = int(os.environ.get('XUNITS', 1))
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 

@@ -1,9 +1,8 @@
 """Launch parameters of the attention kernels: a pure function of shape and device.
 
-Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. Its sweeps were not
-kept. What the parameters reach is in benchmarks/results: attention.nvidia-h200.all.json (decode,
-verify, extend, prefill, mla, fp8) and .grid.json (short requests, head dims 64 and 128). Those of
-other architectures are reasoned: what fits shared memory and, compiled, spills nothing.
+Those of sm90 are the fastest that `python -m benchmarks.tune` found on an H200. What they reach is
+in benchmarks/results: attention.nvidia-h200.all.json and .grid.json. Those of other architectures
+are reasoned: what fits shared memory and, compiled, spills nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ def head_parts(dim: int) -> tuple[int, int]:
     return first, power_of_two(dim - first) if dim > first else 0
 
 
-import os
-XROWS = int(os.environ.get('XROWS', 4))
-WIDE_FROM = int(os.environ.get('XWIDE', 33))
 SPLIT_KV_MAX_ROWS = 128  # of a request whose keys are split: queries · group
 
 
@@ -84,18 +80,18 @@ def decode_launch(
     short: bool = False,
     tree: bool = False,
     fp4: bool = False,
-    shared_rows: int = 0,
+    shared: bool = False,
     requests: int = LONG,
     query_bytes: int = 2,
 ) -> Launch:
     """Choose for `decode_splits`: `rows` is queries · group of the longest request.
 
-    shared_rows: that, where several requests fill a tile of `rows`; else 0. short: no request is split. tree: a request's
+    shared: several requests fill a tile of `rows`. short: no request is split. tree: a request's
     last block is masked by what is loaded, which more programs hide. fp4: see of_fp4. A Hopper has
-    kernels of its own for tiles of 64 rows (hopper/launch.py); full ones run faster in steps of 128
-    keys, of which shared memory has one, than of 64. requests: few of them run faster in that of
-    latents than in tiles of 16 rows, 64 do not; of large steps they have too few for all
-    processors. query_bytes: of a number of the queries.
+    kernels of its own for tiles of 64 rows, and of 128 (hopper/launch.py); full ones of 64 run
+    faster in steps of 128 keys, of which shared memory has one, than of 64. requests: few of them
+    run faster in that of latents than in tiles of 16 rows, 64 do not; of large steps they have too
+    few for all processors. query_bytes: of a number of the queries.
     """
     if arch == "sm90" and store_bytes == 2:
         few_requests = requests <= 16 and page_size >= 8 and not tree
@@ -108,10 +104,9 @@ def decode_launch(
         if head_dim == v_dim and head_dim in (64, 128):
             large_pages = page_size >= (64 if tree else 8)  # beside a tree few registers are left
             large_steps = head_dim == 128 and large_pages and requests >= 16 and not short
-            steps = head_dim == 128 and page_size >= 8 and requests >= 16 and not short
-            if steps and shared_rows >= WIDE_FROM:
-                return Launch(block_m=128, block_n=128, warps=12, stages=2)
-            if large_steps and (shared_rows or rows > 32):
+            if shared and rows > 64:
+                return Launch(block_m=128, block_n=128, warps=8, stages=2)
+            if large_steps and (shared or rows > 32):
                 return Launch(block_m=64, block_n=128, warps=8, stages=1, ctas_per_sm=2)
             if rows > 16 or (page_size >= 64 and not short):
                 return Launch(block_m=64, block_n=64, warps=4, stages=2, ctas_per_sm=2)
@@ -124,7 +119,7 @@ def decode_launch(
         launch = replace(_turing(rows, head_dim, v_dim), ctas_per_sm=2)
         return _fitting(launch, arch, head_dim, v_dim, store_bytes)
     launch = _decode(rows, head_dim, v_dim, store_bytes)
-    if shared_rows and v_dim <= 256 and launch.block_m > 16:
+    if shared and v_dim <= 256 and launch.block_m > 16:
         # the masks of trees spill beside more keys, and with four warps
         warps = 8 if launch.block_m == 64 else launch.warps
         launch = replace(launch, warps=warps, block_n=32 if tree else min(64, launch.block_n))
@@ -132,7 +127,7 @@ def decode_launch(
         launch = replace(launch, stages=3, ctas_per_sm=4, max_registers=128)
     if fp4:
         launch = of_fp4(launch, arch, head_dim, v_dim, tree=tree)
-    elif arch == "sm90" and store_bytes == 1 and v_dim > 256 and not (shared_rows or tree):
+    elif arch == "sm90" and store_bytes == 1 and v_dim > 256 and not (shared or tree):
         # one program fits a processor; tried on an NVIDIA H100 beside nine other launches
         few_requests = launch.block_m == 16
         launch = replace(launch, block_n=128 if few_requests else 64, ctas_per_sm=1)
@@ -159,8 +154,7 @@ def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[i
     few_rows, latent = tiles * tile_rows <= 512, width > 256
     partials = min(64, power_of_two(programs // tiles + (0 if few_rows and latent else 2), 2))
     columns = min(128, width) if few_rows else width  # few: more programs, each with fewer columns
-    # several rows are merged side by side, a partial of each at a time
-    rows = 1 << (max(1, min(XROWS, tiles * tile_rows // 2048)).bit_length() - 1)
+    rows = 1 if tiles * tile_rows < 4096 else 2 if tiles * tile_rows < 8192 else 4
     warps = partials * columns // (2048 if latent else 1024)
     if latent and not few_rows:
         warps = columns // 128

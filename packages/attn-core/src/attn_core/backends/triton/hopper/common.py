@@ -38,12 +38,13 @@ class AttentionConfig(NamedTuple):
     HND: whether a page holds one head after the other. GATHERS: whether threads copy the keys,
     since TMA cannot. BN: keys of a block. D: the head dim. MASK: 0, MASK_CAUSAL or MASK_TREE.
     WINDOW: whether there is one. STAGES: blocks in shared memory. INT64_OFFSETS: whether
-    offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of
-    TILE_ROWS that a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
+    offsets into a store need 64 bits. Of kernels with cut keys: ROW_BLOCKS, blocks of TILE_ROWS
+    that a sequence has at most; BLOCKS_PER_UNIT, blocks of keys that no two programs share;
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
     whether requests read keys together; TILE_UNITS, PLANNED_QUOTA and HEADS_AT_ONCE, see Split;
-    TILE_ROWS, 128 where two groups of warps share a tile. COPY_ROWS: keys that TMA copies at a time at most. CUT_TILES: whether keys of tiles of prompts
-    may be cut. SELDOM: whether their old sums seldom shrink.
+    TILE_ROWS, 128 where two groups of warps share a tile. COPY_ROWS: keys that TMA copies at a time
+    at most. CUT_TILES: whether keys of tiles of prompts may be cut. SELDOM: whether their old sums
+    seldom shrink.
     """
 
     HEADS: int

@@ -239,6 +239,7 @@ def decode_hopper(
                 [232, 40],
             )  # fmt: skip
         else:
+            LARGE: gl.constexpr = CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE
             gl.warp_specialize(
                 [
                     (
@@ -254,5 +255,5 @@ def decode_hopper(
                     ),
                 ],
                 [4 if CONFIG.GATHERS else 1],
-                [56 if CONFIG.GATHERS else 40 if CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE else 24],
+                [56 if CONFIG.GATHERS else 40 if LARGE else 24],
             )  # fmt: skip

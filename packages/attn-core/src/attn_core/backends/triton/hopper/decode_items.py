@@ -1,4 +1,4 @@
-"""The items of split-KV decode for Hopper: their keys and queries, what they see, what is stored."""
+"""The items of Hopper's decode: their keys and queries, what they see, what is stored."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.

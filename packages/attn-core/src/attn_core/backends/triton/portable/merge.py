@@ -178,9 +178,7 @@ def merge_splits(
             for level in tl.static_range(1, 3):
                 span = outer if level == 1 else inner
                 if span >= 0:
-                    s_before, s_units, blocks, s_query = (
-                        outer_group if level == 1 else inner_group
-                    )
+                    s_before, s_units, blocks, s_query = outer_group if level == 1 else inner_group
                     s_row = (query - s_query) * C.GROUP + row
                     s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
                     s_low = (s_begin + SPLIT.TILE_UNITS) // quota
