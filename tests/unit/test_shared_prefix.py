@@ -138,6 +138,26 @@ def test_short_extends_share_what_comes_before_their_tokens(name):
     assert groups
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("name", ["levels", "many", "nothing", "two groups"])
+def test_rows_are_merged_side_by_side(name, rows, monkeypatch):
+    """As of many requests: their rows lie in several tiles, which are cut elsewhere."""
+    choose = scheduler.merge_tile
+
+    def tile(*args):
+        columns, _, partials, warps = choose(*args)
+        return columns, rows, partials, warps
+
+    monkeypatch.setattr(scheduler, "merge_tile", tile)
+    lengths, shared = CASES[name]
+    trees = random_trees(len(lengths), 5)
+    sharers = Sharers(make_layer(2, 3, 32), lengths, shared, page=16)
+    for processors in (2, 11):
+        more = {"multiprocessors": processors}
+        attend(sharers, 5, M.TARGET_VERIFY, verify(5, trees), trees, **more)
+        assert attend(sharers, **more).cuts.merge_tile[1] == rows
+
+
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("name", EXTENDS)
 def test_short_extends_share_tiles_of_128_rows(name):
