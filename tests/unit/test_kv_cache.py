@@ -421,3 +421,9 @@ def test_a_pool_that_would_be_another_one_is_refused(change, message):
 def test_a_pool_takes_the_integers_of_an_array():
     pages = torch.tensor([6, PAGE]).numpy()
     assert pool(num_pages=pages[0], page_size=pages[1]).layer(0).k.shape[:2] == (6, PAGE)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "banana", ""])
+def test_a_pool_names_a_device_that_torch_does_not_have(device):
+    with pytest.raises(UsageError, match=f"device '{device}': torch has no tensors there"):
+        KVPool([], num_pages=2, page_size=4, kv_cache_dtype="bf16", device=device)

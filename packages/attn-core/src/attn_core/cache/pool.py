@@ -45,6 +45,19 @@ class CachePool(Protocol):
         """Return one layer's cache. Every layer of every pass calls it, so keep it ready."""
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """Return a device of tensors. Raises UsageError where torch has none there."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"device {str(device)!r}: torch has no tensors there ({reason})"
+        ) from error
+    return found
+
+
 class KVPool:
     """The KV cache of a model: one LayerCache per softmax layer, initialised to zeros.
 
@@ -89,7 +102,7 @@ class KVPool:
             raise UsageError(f"kind {kind!r} (expected 'mha', 'mla' or 'dsa')")
         check_index(index_dim, index_dtype)
         self.page_size, self.kv_cache_dtype, self.kind = page_size, kv_cache_dtype, kind
-        self.layout, self.device, self.index_dim = layout, torch.device(device), index_dim
+        self.layout, self.device, self.index_dim = layout, usable_device(device), index_dim
         self.index_dtype, self._index_layers = index_dtype, index_layers
         self._layers: dict[int, LayerCache] = {}
         for x in layers:
