@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from attn_core.backends.triton import backend, scheduler
+from attn_core.backends.triton import backend, scheduler, shared
 from attn_core.backends.triton.tuning import Launch
 from attn_core.cache.page_table import slot_table
 from attn_core.cache.pool import KVPool
@@ -14,7 +14,8 @@ from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.backend import BackendConfig
 from attn_core.runtime.batch import ForwardBatch, ForwardMode, SpecInfo
 from attn_core.runtime.layer import AttentionLayer
-from triton_passes import launches, oracle
+from sharers import Sharers, expected_spans, planned_spans, random_trees, verify
+from triton_passes import launches, make_layer, oracle
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
@@ -219,3 +220,31 @@ def test_a_deterministic_prompt_does_not_depend_on_its_neighbour(dim):
 
     assert torch.equal(first(1, fixed=True), first(2, fixed=True))
     assert not torch.equal(first(1, fixed=False), first(2, fixed=False)), "one tile for both"
+
+
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("kind", ["tree", "chain", "extend"])
+def test_tiles_of_128_rows_that_requests_share(kind, page, monkeypatch):
+    """Of 19 requests all but one share; NaN lies in the pages that are nobody's."""
+    monkeypatch.setattr(shared, "shared_granule", lambda *args: 256)
+    rng = random.Random(f"{kind} {page}")
+    sinks = torch.randn(28, device="cuda")
+    layer = make_layer(4, 7, 128, sinks=sinks, logit_cap=rng.choice((None, 3.0)))
+    lengths = [rng.randint(800, 1500) for _ in range(19)]
+    common = [0, *[768 // page] * 7, 0, *[512 // page] * 5, *[768 // page] * 5]
+    dtype, layout = rng.choice(("bf16", "fp16")), rng.choice(("NHD", "HND"))
+    sharers = Sharers(layer, lengths, common, page=page, dtype=dtype, layout=layout)
+    rows = [rng.randint(1, 8) for _ in lengths] if kind == "extend" else [8] * 19
+    rows[3] = 8
+    trees = random_trees(19, 8) if kind == "tree" else None
+    spec = None if kind == "extend" else verify(8, trees)
+    mode = ForwardMode.EXTEND if kind == "extend" else ForwardMode.TARGET_VERIFY
+    batch, q = sharers.batch(rows, mode=mode, spec=spec), sharers.draw(sum(rows))
+    made = sharers.backend(shared_prefix=True)
+    [schedule] = (plan := made.init_forward_metadata(batch)).values()
+    assert schedule.split.cuts.launch.block_m == 128
+    got = made.forward(q, None, None, layer, sharers.cache, batch, plan, return_lse=True)
+    sharers.check(got, q, rows, trees=trees)
+    groups = planned_spans(schedule.split, 19)[0]
+    assert groups == expected_spans(sharers, rows, 256)
+    assert groups

@@ -228,6 +228,31 @@ def test_the_addresses_of_a_call_are_those_of_its_tensors():
     assert torch.equal(whole.q, q)
 
 
+@pytest.mark.parametrize(
+    ("change", "copied"),
+    [
+        (lambda q: q, False),
+        (spread, False),  # strides of 16 bytes
+        (lambda q: shifted(q, 1), True),
+        (lambda q: shifted(q, 8), False),
+        (lambda q: torch.nn.functional.pad(q, (0, 1))[..., :-1], True),
+        (lambda q: torch.nn.functional.pad(q, (0, 0, 0, 1))[:, :-1], False),
+    ],
+)
+def test_hoppers_decode_copies_queries_that_16_byte_copies_cannot_read(change, copied, monkeypatch):
+    hopper = pytest.importorskip("attn_core.backends.triton.hopper.launch")
+    requests = requests_of("bf16")
+    layer, q = requests.layer, change(requests.draw(len(LENGTHS)))
+    inputs = Pass.of(layer.group, requests.batch([1] * len(LENGTHS), LENGTHS, ForwardMode.DECODE))
+    call = Call(q, layer, requests.cache, inputs, None, torch.zeros(q.shape[:2], device=DEVICE))
+    monkeypatch.setattr(hopper.SplitKernel, "make_launchers", lambda *args: hopper.Launchers(None))
+    changed = hopper.HopperDecode().make_launchers(call, None, None, None).change
+    assert (changed is not None) == copied
+    if copied:
+        assert changed(call).q.is_contiguous()
+        assert torch.equal(changed(call).q, q)
+
+
 @pytest.mark.parametrize("change", [lambda q: q, spread, lambda q: shifted(q, 1)])
 def test_the_rows_of_a_call_are_those_of_its_queries(change):
     """TMA reads them from 16 bytes on, one after another."""

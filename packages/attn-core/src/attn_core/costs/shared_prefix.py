@@ -4,7 +4,8 @@ from __future__ import annotations
 
 LEAST_SHARED_KEYS = 256
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
-LARGE_TILE_ROWS = 128  # of those of requests with more rows than half of that, on a Hopper
+LARGE_TILE_ROWS = 128  # of tiles where a request fills more than half of that, on a Hopper
+_STEP_KEYS = 128  # which TMA reads page by page, or part by part, for such tiles
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 
 
@@ -19,10 +20,11 @@ def largest_tile(
     """Return the rows of the largest tile that requests may fill together.
 
     A Hopper has a kernel for tiles whose halves two groups of warps hold, over 16 bits and a head
-    dim of 128, for pages that TMA reads and as many requests as fill its processors.
+    dim of 128, for pages of 16 tokens or more that TMA reads and 16 requests or more.
     """
-    wide = (head_dim, v_head_dim, store_bytes) == (128, 128, 2) and page_size >= 8
-    return LARGE_TILE_ROWS if arch == "sm90" and wide and requests >= 16 else SHARED_TILE_ROWS
+    pages = page_size >= 16 and 0 in (page_size % _STEP_KEYS, _STEP_KEYS % page_size)
+    fits = arch == "sm90" and (head_dim, v_head_dim, store_bytes) == (128, 128, 2)
+    return LARGE_TILE_ROWS if fits and pages and requests >= 16 else SHARED_TILE_ROWS
 
 
 def fits_tile(rows: int, tile_rows: int = SHARED_TILE_ROWS) -> bool:

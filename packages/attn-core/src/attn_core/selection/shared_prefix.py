@@ -122,7 +122,7 @@ def _sharing(
 
 
 def _requests(workload: Workload) -> int:
-    """Return the most requests that run together, of those that may share."""
+    """Return the largest batch of a workload, as far as one plan goes."""
     return min(max(n for n, share in workload.requests.items() if share > 0), MAX_REQUESTS)
 
 

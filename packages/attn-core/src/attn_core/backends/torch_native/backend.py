@@ -144,7 +144,14 @@ class TorchNative(AttentionBackend):
             self._attend(q[:, i], layer, cache, pieces, block, None, True)
             for i, pieces in enumerate(plan)
         ]
-        merged, lse = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
+        states = [torch.stack(x) for x in zip(*parts, strict=True)]
+        if not self.config.deterministic:
+            merged, lse = merge_states(*states)
+        else:  # alone: a CPU's exp differs by where in a tensor a number stands
+            merged, lse = torch.empty_like(states[0][0]), torch.empty_like(states[1][0])
+            for piece in plan[0]:
+                rows = [x[:, piece.rows] for x in states]
+                merged[piece.rows], lse[piece.rows] = merge_states(*rows)
         out = merged if out is None else out.copy_(merged)
         return (out, lse) if return_lse else out
 

@@ -232,8 +232,8 @@ class Scheduler:
         programs = parts * row_blocks  # those of a part of the keys run side by side
         tiles, width = size * group.num_kv_heads * row_blocks, power_of_two(group.v_head_dim)
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
-        kernels, tile = self._kernels.decode, (config.page_size, store_bytes, launch)
-        sharing = sharing_of(group, queries, *tile) if shares and row_blocks == 1 else None
+        kernels, of_launch = self._kernels.decode, (config.page_size, store_bytes, launch)
+        sharing = sharing_of(group, queries, *of_launch) if shares and row_blocks == 1 else None
         drafts = sharing is not None and sharing.tile_units > 0
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(

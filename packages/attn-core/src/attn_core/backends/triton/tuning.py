@@ -147,9 +147,9 @@ def merge_tile(tiles: int, tile_rows: int, programs: int, width: int) -> tuple[i
 
     tiles: of all requests. tile_rows: the rows of each that are used. programs: of `decode_splits`.
     width: columns of a partial. Where all tiles are as long, a tile is split into programs / tiles
-    partials and at most two more. One warp sums up to 1024 values in its registers; several warps
-    have to synchronise. Of latents each warp sums 128 columns, or up to 2048 values: their plan
-    splits tiles that are as long into no more partials.
+    partials and at most two more; several rows take one at a time. One warp sums up to 1024 values
+    in its registers; several have to synchronise. Of latents each warp sums 128 columns, or up to
+    2048 values: their plan splits tiles that are as long into no more partials.
     """
     few_rows, latent = tiles * tile_rows <= 512, width > 256
     partials = min(64, power_of_two(programs // tiles + (0 if few_rows and latent else 2), 2))

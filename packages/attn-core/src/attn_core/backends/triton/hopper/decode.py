@@ -1,7 +1,8 @@
-"""Split-KV attention of few queries for Hopper: one group of warps multiplies, others load keys.
+"""Split-KV attention of few queries for Hopper: some warps multiply, others load keys.
 
-The queue of work, its cuts and what is kept of them are portable/decode.py's; two programs share a
-multiprocessor.
+One group of warps holds 64 rows, and two programs share a multiprocessor; or two groups hold half
+of 128 rows each, in one program. The queue of work, its cuts and what is kept of them are
+portable/decode.py's.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

@@ -118,15 +118,17 @@ _COPY_ROWS = 16
 
 
 class HopperDecode(SplitKernel):
-    """decode_hopper: as HopperPrefill, in tiles of 64 rows. It does what decode_splits does."""
+    """decode_hopper: as HopperPrefill, in tiles of 64 or 128 rows, as decode_splits does."""
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
-        """Return the launch parameters of the part where its tiles have 64 rows."""
+        """Return the launch parameters of the part where its tiles have 64 or 128 rows."""
         group = shape.group
         # the positions of a tree's drafts, which a window counts, are not loaded
         masks = shape.mask != MASK_TREE.value or group.window is None
         dims = group.head_dim == group.v_head_dim and group.head_dim in (64, 128, 256)
-        tiles = launch is not None and launch.block_m in (64, 128) and launch.block_n in (64, 128)
+        # halves of 128 rows read what TMA reads, and shared memory has place for one head dim
+        rows = (64, 128) if group.head_dim == 128 and shape.page_size >= SWIZZLE_ROWS else (64,)
+        tiles = launch is not None and launch.block_m in rows and launch.block_n in (64, 128)
         return launch if tiles and masks and dims and _fits(shape) else None
 
     def bind(
@@ -154,7 +156,7 @@ class HopperDecode(SplitKernel):
         rows = min(max(page, SWIZZLE_ROWS), launch.block_n, max_copy_rows)
         sizes = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
         sizes["TILE_ROWS"] = launch.block_m
-        # two programs share a processor, or two groups of warps
+        # two programs may share a processor; halves of 128 rows divide the registers themselves
         limit = {"maxnreg": 128 if launch.ctas_per_sm > 1 else 232}
         return Launcher(
             decode_hopper,
@@ -170,7 +172,7 @@ class HopperDecode(SplitKernel):
     ) -> Launchers:
         """Return launchers for calls with this key."""
         launchers = super().make_launchers(call, bound, launch, part)
-        return launchers if _near(call.q) else launchers._replace(change=Call.dense)
+        return launchers if _aligned(call.q) else launchers._replace(change=Call.dense)
 
 
 class HopperMlaDecode(SplitKernel):

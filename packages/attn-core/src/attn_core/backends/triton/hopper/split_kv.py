@@ -16,7 +16,7 @@ class Work(NamedTuple):
 
     No item begins from unit `last` on. quota: the units of each program but the last ones. A
     sequence is a request, or a span if SHARED. seq: that of the first unit. lane: of a part's
-    programs this one; row_block: which 64 rows of each head that makes, see decode_splits.
+    programs this one; row_block: which TILE_ROWS of each head that makes, see decode_splits.
     """
 
     indptr: Any
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    request: the one whose pages have the keys. level: of its span. row_block: which 64 rows.
+    request: the one whose pages have the keys. level: of its span. row_block: which TILE_ROWS.
     context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
     first_key: the first that any row sees. first_block … first_block + num_blocks: of keys, the
     first one attended to is begin_block, see next_block. next_unit: of the queue of work.
@@ -192,7 +192,7 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     first_block = skipped + start_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = skipped + end_unit * CONFIG.BLOCKS_PER_UNIT
     end_block = gl.minimum(end_block, (seq_len + CONFIG.BN - 1) // CONFIG.BN)
-    if CONFIG.TILE_ROWS > 64:  # one that no row sees, where none is seen
+    if CONFIG.TILE_ROWS > 64:  # attend_half takes its first block without a branch
         end_block = gl.maximum(end_block, first_block + 1)
     begin_block = end_block - 1
     if CONFIG.SHARED:
