@@ -7,9 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from attn_core.ops.merge import merge_states
 from attn_core.runtime import workspace
-from attn_nvidia.fa3 import backend as fa3
 
 VENDOR = pathlib.Path(__file__).parent / "vendor"
 EMULATED = {p.stem for p in VENDOR.iterdir()}
@@ -31,18 +29,6 @@ def _own_scratch(monkeypatch):
     """Give each test scratch of its own: a larger one of another test would hide one too small."""
     monkeypatch.setattr(workspace, "_HELD", {})
     monkeypatch.setattr(workspace, "torch", UntouchedZeros())
-
-
-def merge_rows(out, lse):
-    """Merge row by row, as on a GPU: a CPU's exp differs by where in a tensor a number stands."""
-    rows = [merge_states(out[:, [t]], lse[:, [t]]) for t in range(out.shape[1])]
-    return tuple(torch.cat(x) for x in zip(*rows, strict=True)) if rows else merge_states(out, lse)
-
-
-@pytest.fixture(autouse=True)
-def _merges_alike(request, monkeypatch):
-    if "same-bits" in request.node.name:
-        monkeypatch.setattr(fa3, "merge_states", merge_rows)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     """Return a device of tensors. Raises UsageError where torch has none there."""
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
+        torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         reason = str(error).partition("\n")[0]
         raise UsageError(

@@ -39,13 +39,17 @@ def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(OPERATOR, "CompositeImplicitAutograd")
 def _merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge by torch's own operators: for every device that has no kernel."""
-    lse = lse.float()
+    """Merge by torch's own operators: for every device that has no kernel.
+
+    A CPU's exp of float32 may differ by a bit by where in a tensor a number stands. Of float64 it
+    differs as well, but that is lost when the weights are rounded.
+    """
+    dtype, lse = torch.float32, lse.double() if lse.device.type == "cpu" else lse.float()
     total = lse.logsumexp(0)
     endless = lse == torch.inf
     weights = lse.softmax(0)  # NaN where one is +inf or all are -inf
     weights = torch.where(total == torch.inf, endless / endless.sum(0), weights)
     ignored = (lse == -torch.inf) | ((total == torch.inf) & ~endless)  # 0 · out may be NaN
-    weights = weights.masked_fill(ignored, 0.0)[..., None]
+    weights = weights.masked_fill(ignored, 0.0).to(dtype)[..., None]
     merged = (out.masked_fill(ignored[..., None], 0.0) * weights).sum(0)
-    return merged.to(out.dtype), total
+    return merged.to(out.dtype), total.to(dtype)
