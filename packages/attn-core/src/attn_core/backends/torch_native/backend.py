@@ -147,7 +147,7 @@ class TorchNative(AttentionBackend):
         states = [torch.stack(x) for x in zip(*parts, strict=True)]
         if not self.config.deterministic:
             merged, lse = merge_states(*states)
-        else:  # alone: a CPU's exp differs by where in a tensor a number stands
+        else:  # each request alone: where a row stands may change its bits on a CPU
             merged, lse = torch.empty_like(states[0][0]), torch.empty_like(states[1][0])
             for piece in plan[0]:
                 rows = [x[:, piece.rows] for x in states]

@@ -24,7 +24,12 @@ from attn_core.backends.triton.hopper.decode_items import (
     wait_queries,
 )
 from attn_core.backends.triton.hopper.softmax import softmax_step
-from attn_core.backends.triton.hopper.split_kv import next_block, program_work, split_item
+from attn_core.backends.triton.hopper.split_kv import (
+    first_row_of,
+    next_block,
+    program_work,
+    split_item,
+)
 from attn_core.backends.triton.masks import MASK_TREE
 
 
@@ -45,21 +50,19 @@ def attend(
     seq = work.seq
     next_unit = work.start
     first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
-    begin_queries(q, q_tiles, 0, first, first.row_block * 64, CONFIG)
+    begin_queries(q, q_tiles, 0, first, 0, CONFIG)
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        first_row = item.row_block * 64
+        first_row = first_row_of(item, 0, CONFIG)
         wait_queries()
         q_tile = q_tiles.index(iteration % 2)
         if item.next_unit < work.last:  # its queries are there when this item ends
             following = split_item(work, seq, item.next_unit, requests, sizes, CONFIG)
-            begin_queries(
-                q, q_tiles, (iteration + 1) % 2, following, following.row_block * 64, CONFIG
-            )  # fmt: skip
+            begin_queries(q, q_tiles, (iteration + 1) % 2, following, 0, CONFIG)
         iteration += 1
         q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
-        mask = item_mask(item, first_row, tree_mask, sizes, CONFIG)
+        mask = item_mask(item, 0, tree_mask, sizes, CONFIG)
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
         l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
         acc = gl.full([64, D], 0.0, gl.float32, O)
@@ -86,8 +89,8 @@ def attend(
             step += 1
             block = next_block(item, block, CONFIG)
         store_state(
-            acc, m_i, l_i, out, partial, requests, work, next_unit, item, first_row, 0, sinks,
-            scales, sizes, CONFIG,
+            acc, m_i, l_i, out, partial, requests, work, next_unit, item, 0, sinks, scales, sizes,
+            CONFIG,
         )  # fmt: skip
         next_unit = item.next_unit
 
@@ -112,22 +115,21 @@ def attend_half(
     seq = work.seq
     next_unit = work.start
     first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
-    begin_queries(q, q_tiles, HALF, first, first.row_block * 128 + HALF * 64, CONFIG)
+    begin_queries(q, q_tiles, HALF, first, HALF, CONFIG)
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        first_row = item.row_block * 128 + HALF * 64
+        first_row = first_row_of(item, HALF, CONFIG)
         wait_queries()
         q_tile = q_tiles.index(iteration % 2 * 2 + HALF)
         if item.next_unit < work.last:  # its queries are there when this item ends
             following = split_item(work, seq, item.next_unit, requests, sizes, CONFIG)
-            following_row = following.row_block * 128 + HALF * 64
             buffer = (iteration + 1) % 2 * 2 + HALF
-            begin_queries(q, q_tiles, buffer, following, following_row, CONFIG)
+            begin_queries(q, q_tiles, buffer, following, HALF, CONFIG)
         iteration += 1
         if first_row < item.q_len * CONFIG.GROUP:
             q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
-            mask = item_mask(item, first_row, tree_mask, sizes, CONFIG)
+            mask = item_mask(item, HALF, tree_mask, sizes, CONFIG)
             m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
             l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
             acc = gl.full([64, D], 0.0, gl.float32, O)
@@ -167,8 +169,8 @@ def attend_half(
             values.release(step)
             step += 1
             store_state(
-                acc, m_i, l_i, out, partial, requests, work, next_unit, item, first_row, HALF,
-                sinks, scales, sizes, CONFIG,
+                acc, m_i, l_i, out, partial, requests, work, next_unit, item, HALF, sinks, scales,
+                sizes, CONFIG,
             )  # fmt: skip
         else:  # keys of few rows, all of them in the other half
             for _ in range(0, item.num_blocks):

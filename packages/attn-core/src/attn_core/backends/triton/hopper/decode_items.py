@@ -17,7 +17,13 @@ from attn_core.backends.triton.hopper.common import (
     row_offsets,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
-from attn_core.backends.triton.hopper.split_kv import is_final, next_block, partial_rows, split_item
+from attn_core.backends.triton.hopper.split_kv import (
+    first_row_of,
+    is_final,
+    next_block,
+    partial_rows,
+    split_item,
+)
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
@@ -56,11 +62,11 @@ def load_keys_values(
 
 
 @gluon.jit
-def begin_queries(q, q_tiles, buffer, item, first_row, CONFIG: gl.constexpr):
-    """Begin to copy the 64 rows of a tile from first_row on into a buffer; wait_queries waits."""
+def begin_queries(q, q_tiles, buffer, item, half, CONFIG: gl.constexpr):
+    """Begin to copy 64 rows of an item's tile into a buffer; wait_queries waits for them."""
     D: gl.constexpr = CONFIG.D
     B: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, B))
+    rows = first_row_of(item, half, CONFIG) + gl.arange(0, 64, gl.SliceLayout(1, B))
     columns = gl.arange(0, D, gl.SliceLayout(0, B))
     offsets = row_offsets(q, item.q_start, item.head, rows, CONFIG.GROUP)
     valid = (rows // CONFIG.GROUP < item.q_len)[:, None] & (columns >= 0)[None, :]
@@ -79,8 +85,9 @@ def wait_queries():
 
 
 @gluon.jit
-def item_mask(item, first_row, tree_mask, sizes, CONFIG: gl.constexpr):
-    """Return which keys the rows of a tile from first_row on see."""
+def item_mask(item, half, tree_mask, sizes, CONFIG: gl.constexpr):
+    """Return which keys 64 rows of an item's tile see."""
+    first_row = first_row_of(item, half, CONFIG)
     unmasked_low = 0
     unmasked_high = item.seq_len
     if CONFIG.MASK == MASK_CAUSAL:
@@ -99,13 +106,11 @@ def item_mask(item, first_row, tree_mask, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def store_state(
-    acc, m_i, l_i, out, partial, requests, work, unit, item, first_row, half, sinks, scales, sizes,
+    acc, m_i, l_i, out, partial, requests, work, unit, item, half, sinks, scales, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of 64 rows of a tile, from first_row on, or their partial state.
-
-    half: of the rows of a tile.
-    """
+    """Store the outputs of 64 rows of an item's tile, or their partial state."""
+    first_row = first_row_of(item, half, CONFIG)
     D: gl.constexpr = CONFIG.D
     O: gl.constexpr = acc.type.layout  # noqa: E741
     final = is_final(item, CONFIG)

@@ -157,14 +157,14 @@ class HopperDecode(SplitKernel):
         sizes = {"PAGE": page, "GATHERS": page < SWIZZLE_ROWS, "COPY_ROWS": rows}
         sizes["TILE_ROWS"] = launch.block_m
         # two programs may share a processor; halves of 128 rows divide the registers themselves
-        limit = {"maxnreg": 128 if launch.ctas_per_sm > 1 else 232}
+        limit = None if launch.block_m > 64 else 128 if launch.ctas_per_sm > 1 else 232
         return Launcher(
             decode_hopper,
             *bound.rows(rows),
             *(bound.k, bound.v, bound.sinks, bound.scales, call.layer.sliding_window or 0),
             config_of(call, bound, launch, **sizes, **split._asdict()),
             num_warps=4,
-            **(limit if launch.block_m == 64 else {}),
+            maxnreg=limit,
         )
 
     def make_launchers(

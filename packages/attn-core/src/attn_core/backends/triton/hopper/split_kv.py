@@ -244,6 +244,12 @@ def is_final(item, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def first_row_of(item, half, CONFIG: gl.constexpr):
+    """Return the first of the 64 rows of an item's tile that a group of warps holds."""
+    return item.row_block * CONFIG.TILE_ROWS + half * 64
+
+
+@gluon.jit
 def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
     """Return where the partial states of rows of a tile lie, see decode_splits."""
     rows_out = partial_slot(work, unit, item, CONFIG).to(gl.int64) * CONFIG.TILE_ROWS + rows

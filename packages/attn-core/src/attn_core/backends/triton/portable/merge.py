@@ -101,7 +101,7 @@ def merge_splits(
     SPLIT: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Merge the partials of ROWS rows of a tile that was split, a power of two of rows.
+    """Merge the partials of ROWS rows of a tile that was split. ROWS is a power of two.
 
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
