@@ -44,9 +44,10 @@ def groups_of(case: Case) -> int:
     )
     store_bytes = TORCH_DTYPES[case.kv_dtype].itemsize
     dims = (case.head_dim, case.v_head_dim, store_bytes)
-    if not fits_tile(rows_of(case), largest_tile("sm90", *dims, page, batch)):
+    largest = largest_tile("sm90", *dims, page, batch)
+    if not fits_tile(rows_of(case), largest):
         return 0
-    rows = shared_tile_rows(rows_of(case), case.v_head_dim, case.kv_dtype, case.tree)
+    rows = shared_tile_rows(rows_of(case), case.v_head_dim, case.kv_dtype, case.tree, largest)
     more = {"page_size": page, "tree": case.tree, "requests": batch}
     launch = decode_launch("sm90", rows, *dims, shared=True, **more)
     sharing = sharing_of(LayerGroup.of(layer), queries, page, store_bytes, launch)

@@ -37,9 +37,6 @@ SPILLS |= {("sm120", "select_topk"): 8}  # 16 warps of a row have at most 128 re
 # Faster than in half as many keys a step, which spill nothing: a third, with 16 heads a sixth.
 SPILLS |= {("sm90", "mla-decode-fp8", "decode_splits"): 24}
 SPILLS |= {("sm90", "mla-decode-16-heads-fp8", "decode_splits"): 4}
-# Addresses of a tree's mask, once a request, beside large steps.
-SPILLS |= {("sm90", "verify-shared", "decode_hopper"): 6}
-SPILLS |= {("sm90", "verify-shared-56-rows", "decode_hopper"): 18}  # around its loops, not in them
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 

@@ -259,7 +259,10 @@ MORE: dict[str, Site] = {
     "decode-shared-page-1": Site(case=decode(), page_size=1, shared_prefix=True),
     "decode-shared-fp8": Site(case=decode(kv_dtype="fp8_e4m3", k_scale=0.5), shared_prefix=True),
     "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
-    "verify-shared": Site(case=verify(**SIXTEEN, trees=(TREE,) * 16), shared_prefix=True),
+    "verify-shared": Site(
+        case=verify(**(SIXTEEN | {"query_lens": (4,) * 16}), trees=(TREE[:4],) * 16),
+        shared_prefix=True,
+    ),
     "verify-shared-56-rows": Site(
         case=verify(**SIXTEEN, trees=(TREE,) * 16, heads=(28, 4)), shared_prefix=True
     ),

@@ -85,8 +85,9 @@ def test_the_rule_that_select_prints_is_that_of_the_plan(arch):
         [one] = sharing_of(chosen, Workload(requests={64: 1.0}))
         layer, rows = AttentionLayer(layer_id=0, scale=1.0, **shape), drafts * q // kv
         plan = None
-        if fits_tile(rows, largest_tile(arch, dim, dim, 2, 16, 64)):
-            sizes = (arch, shared_tile_rows(rows, dim, "bf16", False), dim, dim, 2)
+        largest = largest_tile(arch, dim, dim, 2, 16, 64)
+        if fits_tile(rows, largest):
+            sizes = (arch, shared_tile_rows(rows, dim, "bf16", False, largest), dim, dim, 2)
             launch = decode_launch(*sizes, page_size=16, shared=True, requests=64)
             plan = shared.sharing_of(layer.group, drafts, 16, 2, launch)
         assert one.least == (None if plan is None else plan.granule)

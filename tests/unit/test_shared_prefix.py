@@ -191,6 +191,12 @@ def test_over_fp8_and_fp4_a_tile_is_as_large_as_two_requests_need():
     assert {shared_tile_rows(4, v_dim, store, tree) for store, v_dim, tree in others} == {64}
 
 
+def test_requests_that_fill_half_of_a_tile_take_the_largest():
+    tiles = [shared_tile_rows(rows, 128, "bf16", True, 128) for rows in (16, 31, 32, 56, 64)]
+    assert tiles == [64, 64, 128, 128, 128]
+    assert shared_tile_rows(32, 128, "bf16", True) == 64  # where no larger one is
+
+
 def test_sinks_softcap_and_the_other_layout():
     sinks = torch.linspace(-2, 3, 8, device=DEVICE)
     layer = make_layer(dim=32, sinks=sinks, logit_cap=5.0)

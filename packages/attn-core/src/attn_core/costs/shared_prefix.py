@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEAST_SHARED_KEYS = 256
 SHARED_TILE_ROWS = 64  # of tiles, where requests may share keys
-LARGE_TILE_ROWS = 128  # of tiles where a request fills more than half of that, on a Hopper
+LARGE_TILE_ROWS = 128  # of tiles where a request fills half of that or more, on a Hopper
 _STEP_KEYS = 128  # which TMA reads page by page, or part by part, for such tiles
 MAX_REQUESTS = 1024  # one program plans all requests in its registers
 
@@ -35,15 +35,18 @@ def fits_tile(rows: int, tile_rows: int = SHARED_TILE_ROWS) -> bool:
     return 2 * rows <= tile_rows
 
 
-def shared_tile_rows(rows: int, v_head_dim: int, store: str, tree: bool) -> int:
+def shared_tile_rows(
+    rows: int, v_head_dim: int, store: str, tree: bool, largest: int = SHARED_TILE_ROWS
+) -> int:
     """Return the rows of a tile that requests of so many query rows a KV head fill together.
 
-    Two of them fit it, see fits_tile. Over FP8 and FP4 the products and exponentials of rows that
-    nobody has bound a program, where keys of a request alone are read: tiles are no larger than two
+    Two of them fit it, see fits_tile; where they would fill one of 64 rows, that of `largest` rows
+    is faster, see largest_tile. Over FP8 and FP4 the products and exponentials of rows that nobody
+    has bound a program, where keys of a request alone are read: tiles are no larger than two
     requests need. store: the dtype of a cache.
     """
     if not store.startswith(("fp8", "fp4")) or v_head_dim > 256 or tree:
-        return SHARED_TILE_ROWS if fits_tile(rows) else LARGE_TILE_ROWS
+        return largest if 2 * rows >= SHARED_TILE_ROWS else SHARED_TILE_ROWS
     return min(SHARED_TILE_ROWS, max(16, 1 << (2 * rows - 1).bit_length()))
 
 

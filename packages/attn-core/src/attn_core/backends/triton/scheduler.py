@@ -213,10 +213,11 @@ class Scheduler:
         store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
         store_bytes, query_bytes = (TORCH_DTYPES[x].itemsize for x in (store, shape.dtype))
         sizes = (group.head_dim, group.v_head_dim, store_bytes)
-        shares = shares and fits_tile(rows, largest_tile(arch, *sizes, config.page_size, size))
+        largest = largest_tile(arch, *sizes, config.page_size, size)
+        shares = shares and fits_tile(rows, largest)
         launch = decode_launch(
             arch,
-            shared_tile_rows(rows, group.v_head_dim, store, tree) if shares else rows,
+            shared_tile_rows(rows, sizes[1], store, tree, largest) if shares else rows,
             *sizes,
             page_size=config.page_size,
             short=short,
@@ -234,7 +235,7 @@ class Scheduler:
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels, of_launch = self._kernels.decode, (config.page_size, store_bytes, launch)
         sharing = sharing_of(group, queries, *of_launch) if shares and row_blocks == 1 else None
-        drafts = sharing is not None and sharing.tile_units > 0
+        head_by_head = sharing and sharing.tile_units  # which drafts were faster with
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
@@ -242,8 +243,7 @@ class Scheduler:
             max_queries=max_queries,
             tiles=tiles,
             row_blocks=row_blocks,
-            # drafts that share keys were faster with one head after the other
-            heads_at_once=1 if drafts else math.gcd(parts, group.num_kv_heads),
+            heads_at_once=1 if head_by_head else math.gcd(parts, group.num_kv_heads),
             tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,

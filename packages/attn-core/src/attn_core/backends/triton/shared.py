@@ -21,6 +21,7 @@ from attn_core.runtime.layer import LayerGroup
 
 LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
+LARGE_TILE_UNITS = 1  # that tiles of 128 rows count
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
 
@@ -43,8 +44,8 @@ def sharing_of(
     """Return how requests of `queries` share keys; None where no two of them fit a tile.
 
     store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
-    units; decode is faster without, and few rows with half of them where a step is large, as is a
-    tile of 128 rows.
+    units; decode is faster without, and few rows with half of them where a step is large. A tile of
+    128 rows counts one.
     """
     rows = queries * group.num_queries_per_kv
     if not fits_tile(rows, max(launch.block_m, SHARED_TILE_ROWS)):
@@ -52,9 +53,10 @@ def sharing_of(
     granule = shared_granule(rows, group.head_dim, group.v_head_dim, store_bytes)
     tiled = queries > 1 or is_latent(group.head_dim, group.v_head_dim)
     tile_units = TILE_UNITS if tiled and rows >= TILE_UNITS_FROM else 0
-    large = launch.block_m > SHARED_TILE_ROWS
-    if large or (rows <= TILE_UNITS_FROM and launch.block_n > 64):
+    if rows <= TILE_UNITS_FROM and launch.block_n > 64:
         tile_units //= 2
+    if launch.block_m > SHARED_TILE_ROWS:
+        tile_units = LARGE_TILE_UNITS
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 

@@ -19,16 +19,20 @@ from attn_core.backends.triton.hopper.common import Sizes, zero_tail
 from attn_core.backends.triton.hopper.decode_items import (
     begin_queries,
     item_mask,
+    load_items,
     load_keys_values,
     store_state,
     wait_queries,
 )
+from attn_core.backends.triton.hopper.item_channel import new_items, read_item
 from attn_core.backends.triton.hopper.softmax import softmax_step
 from attn_core.backends.triton.hopper.split_kv import (
     first_row_of,
+    launch_dependents,
     next_block,
     program_work,
     split_item,
+    state_place,
 )
 from attn_core.backends.triton.masks import MASK_TREE
 
@@ -88,21 +92,20 @@ def attend(
             values.release(step)
             step += 1
             block = next_block(item, block, CONFIG)
-        store_state(
-            acc, m_i, l_i, out, partial, requests, work, next_unit, item, 0, sinks, scales, sizes,
-            CONFIG,
-        )  # fmt: skip
+        place = state_place(work, next_unit, item, requests, sizes, CONFIG)
+        store_state(acc, m_i, l_i, out, partial, place, item, 0, sinks, scales, CONFIG)
         next_unit = item.next_unit
 
 
 @gluon.jit
 def attend_half(
-    q_tiles, keys, values, q, out, partial, requests, work, tree_mask, sinks, scales, sizes,
+    items, last_unit, q_tiles, keys, values, q, out, partial, tree_mask, sinks, scales, sizes,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Attend over this program's items with rows 64 · HALF … of each.
 
-    The next block meets the queries while this one is still summed, as in prefill.
+    The next block meets the queries while this one is still summed, as in prefill. Nothing else
+    runs on a processor meanwhile, so that the warp that loads finds the items, too.
     """
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D
@@ -112,21 +115,20 @@ def attend_half(
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
     iteration = 0
-    seq = work.seq
-    next_unit = work.start
-    first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+    next_unit = 0
+    items.wait_full(0)
+    first, _ = read_item(items, 0, 4)
     begin_queries(q, q_tiles, HALF, first, HALF, CONFIG)
-    while next_unit < work.last:
-        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
-        seq = item.seq
+    while next_unit < last_unit:
+        item, _ = read_item(items, iteration, 4)
         first_row = first_row_of(item, HALF, CONFIG)
         wait_queries()
         q_tile = q_tiles.index(iteration % 2 * 2 + HALF)
-        if item.next_unit < work.last:  # its queries are there when this item ends
-            following = split_item(work, seq, item.next_unit, requests, sizes, CONFIG)
+        if item.next_unit < last_unit:  # its queries are there when this item ends
+            items.wait_full(iteration + 1)
+            following, _ = read_item(items, iteration + 1, 4)
             buffer = (iteration + 1) % 2 * 2 + HALF
             begin_queries(q, q_tiles, buffer, following, HALF, CONFIG)
-        iteration += 1
         if first_row < item.q_len * CONFIG.GROUP:
             q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
             mask = item_mask(item, HALF, tree_mask, sizes, CONFIG)
@@ -168,10 +170,8 @@ def attend_half(
             acc = hopper.warpgroup_mma(weights, values.tile.index(v_stage), acc)
             values.release(step)
             step += 1
-            store_state(
-                acc, m_i, l_i, out, partial, requests, work, next_unit, item, HALF, sinks, scales,
-                sizes, CONFIG,
-            )  # fmt: skip
+            item, place = read_item(items, iteration, 4)  # again: few registers are left
+            store_state(acc, m_i, l_i, out, partial, place, item, HALF, sinks, scales, CONFIG)
         else:  # keys of few rows, all of them in the other half
             for _ in range(0, item.num_blocks):
                 keys.wait_full(step)
@@ -180,6 +180,8 @@ def attend_half(
                 values.release(step)
                 step += 1
         next_unit = item.next_unit
+        items.release(iteration)
+        iteration += 1
 
 
 @gluon.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
@@ -217,25 +219,31 @@ def decode_hopper(
         keys, values = new_kv_channels(T, CONFIG)
         init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, HALVES)
         if HALVES == 2:
+            launch_dependents()
+            items = new_items()
+            init_barriers((items,), 1, HALVES)
             gl.warp_specialize(
                 [
                     (
                         attend_half,
                         (
-                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
+                            items, work.last, q_tiles, keys, values, q, out, partial, tree_mask,
                             sinks, scales, sizes, 0, CONFIG,
                         ),
                     ),
                     (
                         attend_half,
                         (
-                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
+                            items, work.last, q_tiles, keys, values, q, out, partial, tree_mask,
                             sinks, scales, sizes, 1, CONFIG,
                         ),
                     ),
                     (
-                        load_keys_values,
-                        (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
+                        load_items,
+                        (
+                            items, keys, values, k_rows, v_rows, k, v, requests, work, sizes,
+                            CONFIG,
+                        ),
                     ),
                 ],
                 [4, 1],

@@ -16,6 +16,7 @@ from attn_core.backends.triton.hopper.common import (
     lookup_slots,
     row_offsets,
 )
+from attn_core.backends.triton.hopper.item_channel import push_item, read_item
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
 from attn_core.backends.triton.hopper.split_kv import (
     first_row_of,
@@ -23,6 +24,7 @@ from attn_core.backends.triton.hopper.split_kv import (
     next_block,
     partial_rows,
     split_item,
+    state_place,
 )
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
@@ -59,6 +61,40 @@ def load_keys_values(
             start = next_start
             step += 1
         next_unit = item.next_unit
+
+
+@gluon.jit
+def load_items(
+    items, keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Do what load_keys_values does where TMA copies, and hand each item on when it is found."""
+    step = 0
+    iteration = 0
+    next_unit = work.start
+    first = split_item(work, work.seq, next_unit, requests, sizes, CONFIG)
+    push_item(items, 0, first, state_place(work, next_unit, first, requests, sizes, CONFIG))
+    while next_unit < work.last:
+        item, _ = read_item(items, iteration, 1)
+        next_unit = item.next_unit
+        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+        block = item.begin_block
+        for i in range(0, item.num_blocks):
+            start = block * CONFIG.BN
+            keys.wait_free(step)
+            load_kv_tile(
+                keys, step, k_rows, k, pages, start, 0, item.head, item.seq_len, start, CONFIG
+            )  # fmt: skip
+            values.wait_free(step)
+            load_kv_tile(
+                values, step, v_rows, v, pages, start, 0, item.head, item.seq_len, start, CONFIG
+            )  # fmt: skip
+            block = next_block(item, block, CONFIG)
+            step += 1
+            if (i == 0) & (next_unit < work.last):  # the first keys do not wait for it
+                following = split_item(work, item.seq, next_unit, requests, sizes, CONFIG)
+                place = state_place(work, next_unit, following, requests, sizes, CONFIG)
+                push_item(items, iteration + 1, following, place)
+        iteration += 1
 
 
 @gluon.jit
@@ -106,10 +142,9 @@ def item_mask(item, half, tree_mask, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def store_state(
-    acc, m_i, l_i, out, partial, requests, work, unit, item, half, sinks, scales, sizes,
-    CONFIG: gl.constexpr,
+    acc, m_i, l_i, out, partial, place, item, half, sinks, scales, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Store the outputs of 64 rows of an item's tile, or their partial state."""
+    """Store the outputs of 64 rows of an item's tile, or their partial state, see state_place."""
     first_row = first_row_of(item, half, CONFIG)
     D: gl.constexpr = CONFIG.D
     O: gl.constexpr = acc.type.layout  # noqa: E741
@@ -131,14 +166,14 @@ def store_state(
         out_rows = gl.arange(0, 64, gl.SliceLayout(1, O))
         out_columns = gl.arange(0, D, gl.SliceLayout(0, O))
         tile_rows = half * 64 + out_rows
-        state_rows = partial_rows(work, unit, item, tile_rows, requests, sizes, CONFIG)
+        state_rows = partial_rows(place, item, tile_rows, CONFIG)
         row_mask = (first_row + out_rows < item.q_len * CONFIG.GROUP)[:, None]
         row_mask = row_mask & (out_columns >= 0)[None, :]
         gl.store(
             partial.out + state_rows[:, None] * D + out_columns[None, :], normalized, mask=row_mask
         )
         lse_rows = gl.arange(0, 64, m_i.type.layout)
-        lse_at = partial_rows(work, unit, item, half * 64 + lse_rows, requests, sizes, CONFIG)
+        lse_at = partial_rows(place, item, half * 64 + lse_rows, CONFIG)
         lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
         if CONFIG.SHARED:  # a row that is not live has no place of its own
             live_rows = first_row + lse_rows < item.q_len * CONFIG.GROUP

@@ -36,6 +36,7 @@ from attn_core.backends.triton.hopper.split_kv import (
     prefetch_request,
     program_work,
     split_item,
+    state_place,
 )
 from attn_core.backends.triton.masks import MASK_CAUSAL
 
@@ -157,7 +158,8 @@ def attend_high(
             store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
             rows = gl.arange(0, 64, gl.SliceLayout(1, S))
-            lse_at = partial_rows(work, next_unit, item, rows, requests, sizes, CONFIG)
+            place = state_place(work, next_unit, item, requests, sizes, CONFIG)
+            lse_at = partial_rows(place, item, rows, CONFIG)
             lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
             if CONFIG.SHARED:  # a row that is not live has no place of its own
                 row_mask = item.row_block * 64 + rows < item.q_len * GROUP

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.common import row_offsets
-from attn_core.backends.triton.hopper.split_kv import is_final, partial_rows
+from attn_core.backends.triton.hopper.split_kv import is_final, partial_rows, state_place
 
 
 @gluon.jit
@@ -67,7 +67,8 @@ def store_partial(
     rows = item_rows(L, CONFIG)
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
     row_mask = item.row_block * 64 + rows < item.q_len * CONFIG.GROUP
-    offsets = partial_rows(work, unit, item, rows, requests, sizes, CONFIG) * 512
+    place = state_place(work, unit, item, requests, sizes, CONFIG)
+    offsets = partial_rows(place, item, rows, CONFIG) * 512
     ptrs = partial.out + offsets[:, None] + columns[None, :]
     gl.store(ptrs, acc, mask=row_mask[:, None] & (columns >= 0)[None, :])
 

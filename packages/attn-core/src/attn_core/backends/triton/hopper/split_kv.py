@@ -235,12 +235,18 @@ def next_block(item, block, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def is_whole(item):
+    """Say whether an item has all keys of its tile."""
+    return item.end_unit - item.start_unit == item.num_units
+
+
+@gluon.jit
 def is_final(item, CONFIG: gl.constexpr):
     """Say whether an item has all keys of its rows, so that its output is the final one."""
-    is_complete = item.end_unit - item.start_unit == item.num_units
+    final = is_whole(item)
     if CONFIG.SHARED:
-        is_complete = is_complete & (item.level == 0) & (item.first_key == 0)
-    return is_complete
+        final = final & (item.level == 0) & (item.first_key == 0)
+    return final
 
 
 @gluon.jit
@@ -250,28 +256,32 @@ def first_row_of(item, half, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def partial_rows(work, unit, item, rows, requests, sizes, CONFIG: gl.constexpr):
-    """Return where the partial states of rows of a tile lie, see decode_splits."""
-    rows_out = partial_slot(work, unit, item, CONFIG).to(gl.int64) * CONFIG.TILE_ROWS + rows
+def state_place(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
+    """Return where the partial state lies of an item that begins at a unit, see partial_rows.
+
+    It is the number of a slot. Each unit has one for each program of a part if BATCH_INVARIANT;
+    else a program has two, the second for a tile's start. If SHARED and the item has all keys of
+    its tile, it is the number of its first token, those of all levels before its own counted.
+    """
+    if CONFIG.BATCH_INVARIANT:
+        place = unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane
+    else:
+        place = 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
     if CONFIG.SHARED:
-        HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
-        if item.end_unit - item.start_unit == item.num_units:
-            tokens = gl.load(requests.cu_seqlens_q + sizes.batch)
-            row = item.row_block * CONFIG.TILE_ROWS + rows
-            token = item.level * tokens + item.q_start + row // CONFIG.GROUP
-            rows_out = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
-            rows_out += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
-    return rows_out
+        if is_whole(item):
+            place = item.level * gl.load(requests.cu_seqlens_q + sizes.batch) + item.q_start
+    return place
 
 
 @gluon.jit
-def partial_slot(work, unit, item, CONFIG: gl.constexpr):
-    """Return the number of the partial state of an item that begins at a unit.
-
-    Each unit has one for each program of a part if BATCH_INVARIANT; else a program has two, the
-    second for a tile's start.
-    """
-    if CONFIG.BATCH_INVARIANT:
-        return unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane
-    else:
-        return 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
+def partial_rows(place, item, rows, CONFIG: gl.constexpr):
+    """Return where the partial states of rows of an item's tile lie, see decode_splits."""
+    rows_out = place.to(gl.int64) * CONFIG.TILE_ROWS + rows
+    if CONFIG.SHARED:
+        HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
+        if is_whole(item):
+            row = item.row_block * CONFIG.TILE_ROWS + rows
+            token = place + row // CONFIG.GROUP
+            rows_out = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
+            rows_out += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
+    return rows_out
