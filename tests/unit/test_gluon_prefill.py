@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.backends.triton.portable.arguments import KeyParts, MergeConstants, Outputs
-from attn_core.backends.triton.portable.merge import merge_tiles
+from attn_core.backends.triton.portable.merge_tiles import merge_tiles
 from edited import edited
 from emulated_gluon import HOPPER, Pointer, launch, load
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from attn_core.backends.triton.kernel import Call, Kernel, Launchers, Pass, PassLaunch
 from attn_core.backends.triton.portable.arguments import MergeConstants, Scales, Split
-from attn_core.backends.triton.portable.merge import merge_splits, merge_tiles
+from attn_core.backends.triton.portable.merge import merge_splits
+from attn_core.backends.triton.portable.merge_tiles import merge_tiles
 from attn_core.backends.triton.portable.plan_tiles import most_slots
 from attn_core.backends.triton.schedule import Cuts, SplitKV, Tiles
 from attn_core.backends.triton.tuning import Launch, power_of_two

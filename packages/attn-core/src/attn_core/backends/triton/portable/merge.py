@@ -27,12 +27,13 @@ def count_ended(work_indptr, seqs, unit, TURNS: tl.constexpr):
 @triton.jit
 def add_partials(
     m, total, acc, partial, first, count, tile_row, complete_row, row_mask, d,
-    PARTIALS: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+    PARTIALS: tl.constexpr, BM: tl.constexpr, GROUPED: tl.constexpr, SPLIT: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Add the partials of rows of a tile to their state m, total [ROWS] and acc [ROWS, len(d)].
 
     Those of a row are of one lane of `count` parts, from program `first` on, int32 [ROWS] each.
-    complete_row: the place of the only partial, if SHARED and the tile was not split. PARTIALS of
+    complete_row: the place of the only partial, if GROUPED and the tile was not split. PARTIALS of
     one row are added at a time, one of several rows.
     """
     STEP: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
@@ -44,7 +45,7 @@ def add_partials(
         if not SPLIT.BATCH_INVARIANT:
             slot = 2 * slot + (part + i == 0).to(tl.int32)
         rows_in = slot.to(tl.int64) * BM + tile_row
-        if SPLIT.SHARED:
+        if GROUPED:
             rows_in = tl.where(count == 1, complete_row, rows_in)
         s = tl.load(partial.lse + rows_in, mask=ok, other=-float("inf"))
         x = tl.load(
@@ -81,6 +82,115 @@ def find_group(work_indptr, spans, span, BM: tl.constexpr, C: tl.constexpr):
     return first_unit, units, units // tl.maximum(tiles, 1), query
 
 
+@triton.jit
+def find_rows(
+    cu, b, kv_head, row_block, BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return which rows and columns of a tile a program merges.
+
+    They are the rows' places in the tile, their numbers in the request, which of them there are,
+    their tokens and heads; and the columns.
+    """
+    query = tl.load(cu + b)
+    queries = tl.load(cu + b + 1) - query
+    tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = row_block * BM + tile_row
+    row_mask = (tile_row < BM) & (row < queries * C.GROUP)
+    token = (query + row // C.GROUP).to(tl.int64)
+    head = kv_head * C.GROUP + row % C.GROUP
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    return query, tile_row, row, row_mask, token, head, d
+
+
+@triton.jit
+def store_merged(
+    m, total, acc, out, sinks, v_scale, token, head, row_mask, d, C: tl.constexpr
+):  # fmt: skip
+    """Store outputs of rows and their LSE, of a state with all their partials."""
+    sink = m
+    if C.USE_SINKS:
+        sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
+    result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
+    offsets = token * out.token_stride + head.to(tl.int64) * out.head_stride
+    mask = row_mask[:, None] & (d < C.DV)[None, :]
+    out_ptrs = out.ptr + offsets[:, None] + d[None, :]
+    tl.store(out_ptrs, result.to(out.ptr.dtype.element_ty), mask=mask)
+    tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=row_mask)
+
+
+@triton.jit
+def merge_alone(
+    out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+    BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Merge the `count` partials of rows whose request is in no group."""
+    LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
+    _, tile_row, _, row_mask, token, head, d = find_rows(
+        cu, b, kv_head, row_block, BM, ROWS, COLUMNS, C
+    )
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        zero = tl.zeros([ROWS], tl.int32)
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        m, total, acc = add_partials(
+            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row, zero,
+            row_mask, d, PARTIALS, BM, False, SPLIT, C,
+        )  # fmt: skip
+        store_merged(m, total, acc, out, sinks, v_scale, token, head, row_mask, d, C)
+
+
+@triton.jit
+def merge_grouped(
+    out, partial, cu, work_indptr, spans, sinks, v_scale, batch, programs, quota, b, kv_head,
+    low, count, lane,
+    BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
+    OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Merge the `count` partials of a request alone, and then those of its groups by level."""
+    TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
+    LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
+    head_turn = kv_head // SPLIT.HEADS_AT_ONCE
+    query, tile_row, row, row_mask, token, head, d = find_rows(
+        cu, b, kv_head, 0, BM, ROWS, COLUMNS, C
+    )
+    outer = tl.load(spans.group + b)
+    inner = tl.load(spans.group + batch + b)
+    tokens = tl.load(cu + batch)
+    outer_group = find_group(work_indptr, spans, outer, BM, C)
+    inner_group = find_group(work_indptr, spans, inner, BM, C)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if (count > 1) | (outer >= 0):
+        zero = tl.zeros([ROWS], tl.int32)
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
+        m, total, acc = add_partials(
+            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
+            complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
+        )  # fmt: skip
+        for level in tl.static_range(1, 3):
+            span = outer if level == 1 else inner
+            if span >= 0:
+                s_before, s_units, blocks, s_query = outer_group if level == 1 else inner_group
+                s_row = (query - s_query) * C.GROUP + row
+                s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
+                s_low = (s_begin + SPLIT.TILE_UNITS) // quota
+                s_count = (s_begin + blocks - 1) // quota - s_low + 1
+                complete_row = whole_rows(programs, tokens, zero + level, token, head, BM, C)
+                m, total, acc = add_partials(
+                    m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
+                    complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
+                )  # fmt: skip
+        store_merged(m, total, acc, out, sinks, v_scale, token, head, row_mask, d, C)
+
+
 @triton.jit(do_not_specialize=["batch", "programs"])
 def merge_splits(
     out,
@@ -107,7 +217,8 @@ def merge_splits(
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
     quota. OVERLAP: the launch begins before the partials are complete, and waits for them
     (programmatic dependent launch).
-    SHARED: the partials of the request alone come first, then those of its groups by level.
+    SHARED: what a pass without groups runs comes first and at once, since a jump in a program that
+    is in no cache waits for memory.
     """
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
@@ -140,140 +251,20 @@ def merge_splits(
         count = (begin + units - 1) // quota - low + 1
     if BY_CUTS:
         count = tl.where(low == cut, count, 0)  # another one is the tile's first cut
-    query = tl.load(cu + b)
-    queries = tl.load(cu + b + 1) - query
-    outer = -1
-    inner = -1
-    tokens = 0
     if SPLIT.SHARED:
-        # without groups nothing of them is read: it would come from memory, all else is there
-        grouped = tl.load(work_indptr + batch) * TURNS < work
-        outer = tl.load(spans.group + b, mask=grouped, other=-1)
-        # without groups nothing is known of levels
-        inner = tl.load(spans.group + batch + b, mask=outer >= 0, other=-1)
-        tokens = tl.load(cu + batch)
-        outer_group = find_group(work_indptr, spans, outer, BM, C)
-        inner_group = find_group(work_indptr, spans, inner, BM, C)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    if (count > 1) | (outer >= 0):
-        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        zero = tl.zeros([ROWS], tl.int32)
-        tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        row = row_block * BM + tile_row
-        row_mask = (tile_row < BM) & (row < queries * C.GROUP)
-        token = (query + row // C.GROUP).to(tl.int64)
-        head = kv_head * C.GROUP + row % C.GROUP
-        m = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        complete_row = zero
-        if SPLIT.SHARED:
-            complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
-        m, total, acc = add_partials(
-            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
-            complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
-        )  # fmt: skip
-        if SPLIT.SHARED:
-            for level in tl.static_range(1, 3):
-                span = outer if level == 1 else inner
-                if span >= 0:
-                    s_before, s_units, blocks, s_query = outer_group if level == 1 else inner_group
-                    s_row = (query - s_query) * C.GROUP + row
-                    s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
-                    s_low = (s_begin + SPLIT.TILE_UNITS) // quota
-                    s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                    complete_row = whole_rows(programs, tokens, zero + level, token, head, BM, C)
-                    m, total, acc = add_partials(
-                        m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
-                        complete_row, row_mask, d, PARTIALS, BM, SPLIT, C,
-                    )  # fmt: skip
-        sink = m
-        if C.USE_SINKS:
-            sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
-        result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
-        offsets = token * out.token_stride + head.to(tl.int64) * out.head_stride
-        mask = row_mask[:, None] & (d < C.DV)[None, :]
-        out_ptrs = out.ptr + offsets[:, None] + d[None, :]
-        tl.store(out_ptrs, result.to(out.ptr.dtype.element_ty), mask=mask)
-        tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=row_mask)
-
-
-@triton.jit(do_not_specialize=["batch"])
-def merge_tiles(
-    out,
-    parts,
-    cu,
-    tile_offsets,
-    request_order,
-    batch,
-    sinks,
-    v_scale,
-    BM: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Merge the parts of each tile of BM rows whose keys were cut, see KeyParts.
-
-    Grid: (most_slots, n). The programs of a slot take ROWS rows of its tile at a time: those of its
-    other parts and their n programs take turns. OVERLAP: as in merge_splits.
-    """
-    BDV: tl.constexpr = C.BDV
-    slot = tl.program_id(0)
-    low = 0
-    high = batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(tile_offsets + middle) * C.HEADS <= slot:
-            low = middle
+        if tl.load(work_indptr + batch) * TURNS == work:
+            merge_alone(
+                out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+                BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
+            )  # fmt: skip
         else:
-            high = middle
-    b = tl.load(request_order + low)
-    first_tile = tl.load(tile_offsets + low)
-    items = tl.load(tile_offsets + low + 1) - first_tile
-    count = tl.load(parts.counts + b)
-    query = tl.load(cu + b)
-    rows_of_all = (tl.load(cu + b + 1) - query) * C.GROUP
-    item = slot // C.HEADS - first_tile
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    if (count > 1) & (item < items):
-        tiles = items // count
-        kv_head = slot % C.HEADS
-        tile = item % tiles
-        d = tl.arange(0, BDV)
-        program = item // tiles * tl.num_programs(1) + tl.program_id(1)
-        for first in range(program * ROWS, BM, count * tl.num_programs(1) * ROWS):
-            tile_row = first + tl.arange(0, ROWS)
-            row = tile * BM + tile_row
-            row_mask = row < rows_of_all
-            m = tl.full([ROWS], -float("inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, BDV], tl.float32)
-            for part in range(0, count):
-                rows_in = (first_tile + part * tiles + tile) * C.HEADS + kv_head
-                rows_in = rows_in.to(tl.int64) * BM + tile_row
-                s = tl.load(parts.lse + rows_in, mask=row_mask, other=-float("inf"))
-                x = tl.load(
-                    parts.out + rows_in[:, None] * BDV + d[None, :],
-                    mask=row_mask[:, None],
-                    other=0.0,
-                )
-                new = tl.maximum(m, s)
-                base = tl.where(new == -float("inf"), 0.0, new)
-                weight = tl.exp2(s - base)
-                shrink = tl.exp2(m - base)
-                total = total * shrink + weight
-                acc = acc * shrink[:, None] + x * weight[:, None]
-                m = new
-            token = (query + row // C.GROUP).to(tl.int64)
-            head = kv_head * C.GROUP + row % C.GROUP
-            sink = m
-            if C.USE_SINKS:
-                sink = tl.load(sinks + head, mask=row_mask, other=0.0).to(tl.float32)
-            result, lse = finalize(m, total, acc, sink, v_scale, C.USE_SINKS)
-            out_ptrs = out.ptr + token * out.token_stride + head.to(tl.int64) * out.head_stride
-            mask = row_mask[:, None] & (d < C.DV)[None, :]
-            tl.store(out_ptrs[:, None] + d[None, :], result.to(out.ptr.dtype.element_ty), mask=mask)
-            tl.store(out.lse + token * (C.HEADS * C.GROUP) + head, lse, mask=row_mask)
+            merge_grouped(
+                out, partial, cu, work_indptr, spans, sinks, v_scale, batch, programs, quota, b,
+                kv_head, low, count, lane,
+                BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
+            )  # fmt: skip
+    else:
+        merge_alone(
+            out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+            BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
+        )  # fmt: skip
