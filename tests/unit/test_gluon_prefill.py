@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.backends.triton.portable.arguments import KeyParts, MergeConstants, Outputs
+from attn_core.backends.triton.portable.merge import store_merged
 from attn_core.backends.triton.portable.merge_tiles import merge_tiles
 from edited import edited
 from emulated_gluon import HOPPER, Pointer, launch, load
@@ -254,7 +255,8 @@ def test_parts_are_merged_in_one_order():
 def test_a_fault_of_the_merge_is_seen(before, after):
     from triton.runtime.interpreter import InterpretedFunction
 
-    prompts, kernel = Prompts(*PREFIXED, heads=(7, 1)), merge_tiles.fn
+    kernel = (store_merged if before.startswith("lse") else merge_tiles).fn
+    prompts = Prompts(*PREFIXED, heads=(7, 1))
     new = {kernel: edited(kernel, before, after)}
     with mock.patch.dict(InterpretedFunction.rewritten_fn, new), pytest.raises(AssertionError):
         attend(prompts, page=16, parts=(4, 2, 3))

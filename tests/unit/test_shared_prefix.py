@@ -197,6 +197,24 @@ def test_requests_that_fill_half_of_a_tile_take_the_largest():
     assert shared_tile_rows(32, 128, "bf16", True) == 64  # where no larger one is
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_only_a_kernel_of_its_own_takes_large_tiles(own):
+    """A Hopper with a Triton before 3.6 has the portable kernel alone, which spills in them."""
+    sharers = Sharers(make_layer(2, 4, 128), [300] * 16, [0, *[16] * 15], page=16)
+    made = sharers.backend(shared_prefix=True)
+    made._scheduler._arch, made._scheduler._own_kernels = "sm90", own
+    batch = sharers.batch([8] * 16, mode=M.TARGET_VERIFY, spec=verify(8))
+    [plan] = made.init_forward_metadata(batch).values()
+    assert plan.split.cuts.sharing is not None
+    assert plan.split.cuts.launch.block_m == (128 if own else 64)
+
+
+def test_units_beside_the_keys_of_a_large_tile():
+    layer, launch = make_layer(dim=128).group, Launch(block_m=128, block_n=128, warps=8, stages=2)
+    units = [sharing_of(layer, n, 16, 2, launch).tile_units for n in (1, 8, 16)]
+    assert units == [0, 1, 1]  # of decode, and of drafts with 16 and 32 rows
+
+
 def test_sinks_softcap_and_the_other_layout():
     sinks = torch.linspace(-2, 3, 8, device=DEVICE)
     layer = make_layer(dim=32, sinks=sinks, logit_cap=5.0)

@@ -176,7 +176,7 @@ class KernelSharedMaskedAsOwn(Edited):
 class KernelSharedRowsOfTheFirst(Edited):
     """Every member merges the rows of its group's first one."""
 
-    kernel = merge.merge_splits
+    kernel = merge.merge_grouped
     before = "s_row = (query - s_query) * C.GROUP + row"
     after = "s_row = row"
 
@@ -196,7 +196,7 @@ class KernelSharedKeysSkippedForTheUnit(Edited):
 
 
 class KernelSharedInnerGroupNotMerged(Edited):
-    kernel = merge.merge_splits
+    kernel = merge.merge_grouped
     before = "tl.static_range(1, 3)"
     after = "tl.static_range(1, 2)"
 

@@ -40,10 +40,10 @@ def shared_tile_rows(
 ) -> int:
     """Return the rows of a tile that requests of so many query rows a KV head fill together.
 
-    Two of them fit it, see fits_tile; where they would fill one of 64 rows, that of `largest` rows
-    is faster, see largest_tile. Over FP8 and FP4 the products and exponentials of rows that nobody
-    has bound a program, where keys of a request alone are read: tiles are no larger than two
-    requests need. store: the dtype of a cache.
+    Two of them fit it, see fits_tile. Where two fill 64 rows or more, the tile has `largest` rows,
+    see largest_tile: it is faster by then. Over FP8 and FP4 the products and exponentials of rows
+    that nobody has bound a program, where keys of a request alone are read: tiles are no larger
+    than two requests need. store: the dtype of a cache.
     """
     if not store.startswith(("fp8", "fp4")) or v_head_dim > 256 or tree:
         return largest if 2 * rows >= SHARED_TILE_ROWS else SHARED_TILE_ROWS

@@ -61,7 +61,7 @@ class Scheduler:
         self._kernels = kernels_of(self._arch)
         self._processors = config.multiprocessors or 3  # few, so that short requests are split too
         # where prompts have a kernel of their own, tiles win sooner over keys that are not split
-        self._own_prefill = len(self._kernels.prefill) > 1
+        self._own_kernels = len(self._kernels.prefill) > 1
         self._latent = config.row.kind != "mha"
         self._unsplit_keys = unsplit_keys_on(config.device)
         self._cuts: dict[Hashable, Cuts] = {}
@@ -80,7 +80,7 @@ class Scheduler:
         """Return the filled schedule of a pass. static: the buffer of a graph's plans."""
         even, longest = batch.forward_mode in EVEN_MODES, batch.views[group.view].max_seq_len
         inputs, queries = Pass.of(group, batch), batch.max_q_len
-        unsplit = self._own_prefill and not even and longest <= self._unsplit_keys
+        unsplit = self._own_kernels and not even and longest <= self._unsplit_keys
         per_kv = group.num_queries_per_kv
         split = use_split_kv(queries, per_kv, latent=self._latent, unsplit=unsplit)
         part, tiles, new, chunk = None, None, None, 0
@@ -213,11 +213,11 @@ class Scheduler:
         store, tree = config.kv_cache_dtype, shape.mask == MASK_TREE.value
         store_bytes, query_bytes = (TORCH_DTYPES[x].itemsize for x in (store, shape.dtype))
         sizes = (group.head_dim, group.v_head_dim, store_bytes)
-        largest = largest_tile(arch, *sizes, config.page_size, size)
+        largest = largest_tile(arch if self._own_kernels else None, *sizes, config.page_size, size)
         shares = shares and fits_tile(rows, largest)
         launch = decode_launch(
             arch,
-            shared_tile_rows(rows, sizes[1], store, tree, largest) if shares else rows,
+            shared_tile_rows(rows, group.v_head_dim, store, tree, largest) if shares else rows,
             *sizes,
             page_size=config.page_size,
             short=short,
@@ -235,7 +235,7 @@ class Scheduler:
         merged = (1, 1, MERGED_AT_ONCE - 2) if batch_invariant else (tiles, tile_rows, programs)
         kernels, of_launch = self._kernels.decode, (config.page_size, store_bytes, launch)
         sharing = sharing_of(group, queries, *of_launch) if shares and row_blocks == 1 else None
-        head_by_head = sharing and sharing.tile_units  # which drafts were faster with
+        in_turn = sharing is not None and sharing.tile_units > 0  # drafts: one head after the other
         planned = self._latent and not (batch_invariant or short or sharing is not None)
         return Cuts(
             choices=tuple(Choice(k, launch) for k in kernels if k.choose(shape, launch)),
@@ -243,7 +243,7 @@ class Scheduler:
             max_queries=max_queries,
             tiles=tiles,
             row_blocks=row_blocks,
-            heads_at_once=1 if head_by_head else math.gcd(parts, group.num_kv_heads),
+            heads_at_once=1 if in_turn else math.gcd(parts, group.num_kv_heads),
             tile_rows=tile_rows,
             programs=programs,
             batch_invariant=batch_invariant,

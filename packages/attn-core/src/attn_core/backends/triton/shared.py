@@ -21,7 +21,7 @@ from attn_core.runtime.layer import LayerGroup
 
 LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
-LARGE_TILE_UNITS = 1  # that tiles of 128 rows count
+LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
 BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
 
@@ -45,7 +45,7 @@ def sharing_of(
 
     store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
     units; decode is faster without, and few rows with half of them where a step is large. A tile of
-    128 rows counts one.
+    128 rows counts one, which is what it takes beside its keys.
     """
     rows = queries * group.num_queries_per_kv
     if not fits_tile(rows, max(launch.block_m, SHARED_TILE_ROWS)):
@@ -56,7 +56,7 @@ def sharing_of(
     if rows <= TILE_UNITS_FROM and launch.block_n > 64:
         tile_units //= 2
     if launch.block_m > SHARED_TILE_ROWS:
-        tile_units = LARGE_TILE_UNITS
+        tile_units = min(tile_units, LARGE_TILE_UNITS)
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 

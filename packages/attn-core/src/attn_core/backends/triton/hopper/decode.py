@@ -104,8 +104,8 @@ def attend_half(
 ):  # fmt: skip
     """Attend over this program's items with rows 64 · HALF … of each.
 
-    The next block meets the queries while this one is still summed, as in prefill. Nothing else
-    runs on a processor meanwhile, so that the warp that loads finds the items, too.
+    The next block meets the queries while this one is still summed, as in prefill. No other program
+    shares the processor, so the warp that loads looks the items up, see load_items.
     """
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D

@@ -67,7 +67,7 @@ def load_keys_values(
 def load_items(
     items, keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Do what load_keys_values does where TMA copies, and hand each item on when it is found."""
+    """Do what load_keys_values does where TMA copies, and hand on each item one item ahead."""
     step = 0
     iteration = 0
     next_unit = work.start

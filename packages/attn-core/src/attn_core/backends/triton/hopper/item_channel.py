@@ -24,7 +24,10 @@ def new_items():
 
 @gluon.jit
 def push_item(items, iteration, item, place):
-    """Hand an item on, and the place of its state, when the channel can take it; one warp does."""
+    """Wait until the channel has room, then hand on an item and the place of its state.
+
+    One warp calls it.
+    """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     field = gl.arange(0, _FIELDS, L)
     packed = gl.full([_FIELDS], 0, gl.int32, L)

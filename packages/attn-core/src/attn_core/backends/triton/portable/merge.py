@@ -125,7 +125,7 @@ def merge_alone(
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the `count` partials of rows whose request is in no group."""
+    """Merge the `count` partials of rows where no request is in a group."""
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
     _, tile_row, _, row_mask, token, head, d = find_rows(
         cu, b, kv_head, row_block, BM, ROWS, COLUMNS, C
@@ -217,8 +217,8 @@ def merge_splits(
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
     quota. OVERLAP: the launch begins before the partials are complete, and waits for them
     (programmatic dependent launch).
-    SHARED: what a pass without groups runs comes first and at once, since a jump in a program that
-    is in no cache waits for memory.
+    SHARED: a pass without groups runs merge_alone, which lies first and in one piece. A jump over
+    instructions that no cache holds would wait for memory.
     """
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
