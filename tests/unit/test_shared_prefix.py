@@ -184,17 +184,17 @@ def test_stores(store, monkeypatch):
 
 def test_over_fp8_and_fp4_a_tile_is_as_large_as_two_requests_need():
     for store in ("fp8_e4m3", "fp4_e2m1"):
-        tiles = [shared_tile_rows(rows, 128, store, False) for rows in (1, 4, 8, 9, 16, 32)]
+        tiles = [shared_tile_rows(rows, 128, store, False, 64) for rows in (1, 4, 8, 9, 16, 32)]
         assert tiles == [16, 16, 16, 32, 32, 64]
     others = [("bf16", 128, False), ("fp8_e4m3", 512, False)]
     others.append(("fp8_e4m3", 128, True))  # trees
-    assert {shared_tile_rows(4, v_dim, store, tree) for store, v_dim, tree in others} == {64}
+    assert {shared_tile_rows(4, v_dim, store, tree, 64) for store, v_dim, tree in others} == {64}
 
 
 def test_requests_that_fill_half_of_a_tile_take_the_largest():
     tiles = [shared_tile_rows(rows, 128, "bf16", True, 128) for rows in (16, 31, 32, 56, 64)]
     assert tiles == [64, 64, 128, 128, 128]
-    assert shared_tile_rows(32, 128, "bf16", True) == 64  # where no larger one is
+    assert shared_tile_rows(32, 128, "bf16", True, 64) == 64  # where no larger one is
 
 
 @pytest.mark.parametrize("own", [True, False])

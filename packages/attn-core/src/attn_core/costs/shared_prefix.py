@@ -35,9 +35,7 @@ def fits_tile(rows: int, tile_rows: int = SHARED_TILE_ROWS) -> bool:
     return 2 * rows <= tile_rows
 
 
-def shared_tile_rows(
-    rows: int, v_head_dim: int, store: str, tree: bool, largest: int = SHARED_TILE_ROWS
-) -> int:
+def shared_tile_rows(rows: int, v_head_dim: int, store: str, tree: bool, largest: int) -> int:
     """Return the rows of a tile that requests of so many query rows a KV head fill together.
 
     Two of them fit it, see fits_tile. Where two fill 64 rows or more, the tile has `largest` rows,

@@ -60,7 +60,7 @@ class Scheduler:
         self._arch = "interpreter" if config.device.type == "cpu" else config.arch or "interpreter"
         self._kernels = kernels_of(self._arch)
         self._processors = config.multiprocessors or 3  # few, so that short requests are split too
-        # where prompts have a kernel of their own, tiles win sooner over keys that are not split
+        # beside the portable ones; tiles of prompts then win sooner over keys that are not split
         self._own_kernels = len(self._kernels.prefill) > 1
         self._latent = config.row.kind != "mha"
         self._unsplit_keys = unsplit_keys_on(config.device)

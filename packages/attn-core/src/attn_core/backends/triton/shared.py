@@ -45,7 +45,7 @@ def sharing_of(
 
     store_bytes: of a value in the store. Beside their keys, tiles of drafts and of latents count
     units; decode is faster without, and few rows with half of them where a step is large. A tile of
-    128 rows counts one, which is what it takes beside its keys.
+    128 rows counts no more than one.
     """
     rows = queries * group.num_queries_per_kv
     if not fits_tile(rows, max(launch.block_m, SHARED_TILE_ROWS)):

@@ -30,6 +30,21 @@ from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
 @gluon.jit
+def load_block(
+    keys, values, step, k_rows, v_rows, k, v, pages, slots, item, start, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Copy keys start … start + BN of an item and their values, when the channels have room."""
+    keys.wait_free(step)
+    load_kv_tile(
+        keys, step, k_rows, k, pages, slots, 0, item.head, item.seq_len, start, CONFIG
+    )  # fmt: skip
+    values.wait_free(step)
+    load_kv_tile(
+        values, step, v_rows, v, pages, slots, 0, item.head, item.seq_len, start, CONFIG
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_keys_values(
     keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
@@ -41,7 +56,6 @@ def load_keys_values(
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
-        head = item.head
         block = item.begin_block
         start = block * CONFIG.BN
         slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
@@ -49,13 +63,8 @@ def load_keys_values(
             block = next_block(item, block, CONFIG)
             next_start = block * CONFIG.BN
             next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
-            keys.wait_free(step)
-            load_kv_tile(
-                keys, step, k_rows, k, pages, slots, 0, head, item.seq_len, start, CONFIG
-            )  # fmt: skip
-            values.wait_free(step)
-            load_kv_tile(
-                values, step, v_rows, v, pages, slots, 0, head, item.seq_len, start, CONFIG
+            load_block(
+                keys, values, step, k_rows, v_rows, k, v, pages, slots, item, start, CONFIG
             )  # fmt: skip
             slots = next_slots
             start = next_start
@@ -80,13 +89,8 @@ def load_items(
         block = item.begin_block
         for i in range(0, item.num_blocks):
             start = block * CONFIG.BN
-            keys.wait_free(step)
-            load_kv_tile(
-                keys, step, k_rows, k, pages, start, 0, item.head, item.seq_len, start, CONFIG
-            )  # fmt: skip
-            values.wait_free(step)
-            load_kv_tile(
-                values, step, v_rows, v, pages, start, 0, item.head, item.seq_len, start, CONFIG
+            load_block(
+                keys, values, step, k_rows, v_rows, k, v, pages, start, item, start, CONFIG
             )  # fmt: skip
             block = next_block(item, block, CONFIG)
             step += 1
