@@ -240,14 +240,11 @@ def decode_hopper(
                     ),
                     (
                         load_items,
-                        (
-                            items, keys, values, k_rows, v_rows, k, v, requests, work, sizes,
-                            CONFIG,
-                        ),
+                        (items, keys, values, k_rows, v_rows, requests, work, sizes, CONFIG),
                     ),
                 ],
                 [4, 1],
-                [232, 40],
+                [224, 56],
             )  # fmt: skip
         else:
             LARGE: gl.constexpr = CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE

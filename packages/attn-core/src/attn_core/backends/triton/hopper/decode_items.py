@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.common import (
     barrier,
@@ -73,10 +74,58 @@ def load_keys_values(
 
 
 @gluon.jit
-def load_items(
-    items, keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Do what load_keys_values does where TMA copies, and hand on each item one item ahead."""
+def lookup_rows(requests, item, block, sizes, CONFIG: gl.constexpr):
+    """Return the rows of a store where the copies of a block begin, int32 [32] of one warp.
+
+    Each lane has the row of one copy, which brings a page or a part of one: all pages are looked up
+    at once. A block before the first key is looked up as the first one.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ROWS: gl.constexpr = min(CONFIG.PAGE, CONFIG.BN, CONFIG.COPY_ROWS)
+    copy = gl.minimum(gl.arange(0, 32, L), CONFIG.BN // ROWS - 1)
+    last = gl.maximum(item.seq_len - 1, 0)
+    token = gl.maximum(block, 0) * CONFIG.BN + copy * ROWS
+    if CONFIG.COPY_ROWS < CONFIG.BN:  # rows that are in the cache by now, not nobody's
+        token = gl.minimum(token, last // ROWS * ROWS)
+    pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+    page = gl.load(pages + gl.minimum(token, last) // CONFIG.PAGE)
+    if CONFIG.HND:
+        page = page * CONFIG.HEADS + item.head
+    return page * CONFIG.PAGE + token % CONFIG.PAGE
+
+
+@gluon.jit
+def copy_rows(channel, step, kv_rows, rows, head, CONFIG: gl.constexpr):
+    """Copy a block into the channel's tile of a step, when it is free. rows: see lookup_rows."""
+    PANELS: gl.constexpr = CONFIG.D // 64
+    ROWS: gl.constexpr = min(CONFIG.PAGE, CONFIG.BN, CONFIG.COPY_ROWS)
+    COPIES: gl.constexpr = CONFIG.BN // ROWS
+    channel.wait_free(step)
+    stage = channel.stage(step)
+    full = channel.full.index(stage)
+    panels = channel.tile._reinterpret(
+        channel.tile.dtype, [channel.STAGES * PANELS * COPIES, ROWS, 64], kv_rows.layout
+    )
+    mbarrier.expect(full, CONFIG.BN * CONFIG.D * 2)
+    first_column = 0 if CONFIG.HND else head * CONFIG.D
+    lane = gl.arange(0, 32, rows.type.layout)
+    for copy in gl.static_range(COPIES):
+        row = gl.sum(gl.where(lane == copy, rows, 0), 0)
+        for panel in gl.static_range(PANELS):
+            tma.async_copy_global_to_shared(
+                kv_rows,
+                [row, first_column + panel * 64],
+                full,
+                panels.index((stage * PANELS + panel) * COPIES + copy),
+            )
+
+
+@gluon.jit
+def load_items(items, keys, values, k_rows, v_rows, requests, work, sizes, CONFIG: gl.constexpr):
+    """Do what load_keys_values does where TMA copies, and hand on each item one item ahead.
+
+    The pages of a block are looked up while the block before it is brought.
+    """
     step = 0
     iteration = 0
     next_unit = work.start
@@ -85,14 +134,14 @@ def load_items(
     while next_unit < work.last:
         item, _ = read_item(items, iteration, 1)
         next_unit = item.next_unit
-        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         block = item.begin_block
+        rows = lookup_rows(requests, item, block, sizes, CONFIG)
         for i in range(0, item.num_blocks):
-            start = block * CONFIG.BN
-            load_block(
-                keys, values, step, k_rows, v_rows, k, v, pages, start, item, start, CONFIG
-            )  # fmt: skip
             block = next_block(item, block, CONFIG)
+            next_rows = lookup_rows(requests, item, block, sizes, CONFIG)
+            copy_rows(keys, step, k_rows, rows, item.head, CONFIG)
+            copy_rows(values, step, v_rows, rows, item.head, CONFIG)
+            rows = next_rows
             step += 1
             if (i == 0) & (next_unit < work.last):  # the first keys do not wait for it
                 following = split_item(work, item.seq, next_unit, requests, sizes, CONFIG)
