@@ -86,9 +86,7 @@ def test_groups_are_formed_where_they_were_faster(name):
     measured, case = MEASURED[name], CASES[name]
     [alone] = [x["us"] for x in measured["peers"] if x["name"] == "triton-alone"]
     ratio, groups = measured["ours"]["us"] / alone, groups_of(case)
-    if case.shared and not fits_tile(rows_of(case)):  # the record is of tiles of 64 rows
-        assert groups == sum(len(level) for level in case.groups)
-    elif not case.shared or ratio > 1 + TIE:
+    if not case.shared or ratio > 1 + TIE:
         assert groups == 0
     elif ratio < 1 - TIE:
         assert groups == sum(len(level) for level in case.groups)
