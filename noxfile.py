@@ -40,6 +40,7 @@ TORCHES_TESTS = (  # what a torch can change; tests of Triton take the version o
     "tests/unit/test_vertical_slash.py",
     *("-m", "not long", "-k", "not triton"),
 )
+FIRST_GLUON = "triton==3.6.0"  # that has Gluon for Hopper
 VLLM_TORCH = ("torch==2.11.0", "triton==3.6.0")  # its compiled parts load with this one alone
 TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 
@@ -170,6 +171,9 @@ def compiled(session: nox.Session) -> None:
     pin = fa4.replace("==", "[cu13]==")  # its kernels do not compile with the compiler of CUDA 12
     [wave] = (pin for pin in vendor_pins() if pin.startswith("wave-lang=="))
     install(session, *TOOLS, pin, QUACK, wave, extras="[triton]")
+    folder = pathlib.Path(session.create_tmp()) / "first-gluon"
+    session.install("--no-deps", "--target", str(folder), FIRST_GLUON)
+    session.env["ATTN_FIRST_GLUON"] = str(folder.resolve())
     run_tests(session, "tests/compiled", *session.posargs)
 
 

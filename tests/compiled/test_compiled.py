@@ -41,8 +41,14 @@ SPILLS |= {("sm90", "mla-decode-16-heads-fp8", "decode_splits"): 4}
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}
 
 
-def build(arch, *names):
+FIRST_GLUON = "ATTN_FIRST_GLUON"  # where the first Triton lies that has Gluon for Hopper
+
+
+def build(arch, *names, triton=None):
+    """Compile sites, with another Triton than the installed one where a folder of one is given."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if triton:
+        env["PYTHONPATH"] = triton
     done = subprocess.run(
         [sys.executable, BUILD, arch, *names], env=env, capture_output=True, text=True, timeout=1800
     )
@@ -104,6 +110,21 @@ def test_every_launch(arch, evidence):
     result += linear
     assert len(result) == len(launch_sites.SITES) - 1  # without "greedy"
     assert [fault for site in result for fault in site["faults"]] == []
+
+
+@pytest.mark.long
+@pytest.mark.skipif(FIRST_GLUON not in os.environ, reason="nox -s compiled installs that Triton")
+def test_kernels_of_hopper_compile_with_the_first_triton_that_has_gluon():
+    """It takes less than later ones: its functions return no constants."""
+    names = ("decode", "extend", "verify-tree", "mla-decode", "dsa-decode", "score-prompts")
+    names += ("decode-shared", "verify-shared", "verify-shared-56-rows", "linear")
+    folder = os.environ[FIRST_GLUON]
+    assert pathlib.Path(folder, "triton-3.6.0.dist-info").is_dir()
+    sites = build("sm90", *names, triton=folder)
+    assert [fault for site in sites for fault in faults("sm90", site, hot=False)] == []
+    kernels = {kernel["name"] for site in sites for kernel in site["kernels"]}
+    own = {"decode_hopper", "extend_hopper", "decode_mla_hopper", "score_prompts_hopper"}
+    assert own | {"prepare_gdn_hopper", "scan_hopper", "fused_gdn_hopper"} <= kernels
 
 
 @pytest.mark.long
