@@ -31,21 +31,6 @@ from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
 @gluon.jit
-def load_block(
-    keys, values, step, k_rows, v_rows, k, v, pages, slots, item, start, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Copy keys start … start + BN of an item and their values, when the channels have room."""
-    keys.wait_free(step)
-    load_kv_tile(
-        keys, step, k_rows, k, pages, slots, 0, item.head, item.seq_len, start, CONFIG
-    )  # fmt: skip
-    values.wait_free(step)
-    load_kv_tile(
-        values, step, v_rows, v, pages, slots, 0, item.head, item.seq_len, start, CONFIG
-    )  # fmt: skip
-
-
-@gluon.jit
 def load_keys_values(
     keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
@@ -64,9 +49,14 @@ def load_keys_values(
             block = next_block(item, block, CONFIG)
             next_start = block * CONFIG.BN
             next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
-            load_block(
-                keys, values, step, k_rows, v_rows, k, v, pages, slots, item, start, CONFIG
-            )  # fmt: skip
+            keys.wait_free(step)
+            load_kv_tile(
+                keys, step, k_rows, k, pages, slots, 0, item.head, item.seq_len, start, CONFIG
+            )
+            values.wait_free(step)
+            load_kv_tile(
+                values, step, v_rows, v, pages, slots, 0, item.head, item.seq_len, start, CONFIG
+            )
             slots = next_slots
             start = next_start
             step += 1
