@@ -9,7 +9,7 @@ from emulated_gluon import HOPPER, Pointer, launch, load
 
 D, SCALE, HEADS = 64, 0.2, 2
 LOG2E = 1.4426950408889634
-LENGTHS = (300, 450, 400, 513, 270, 130)
+LENGTHS = (300, 450, 400, 513, 270, 530)  # the page table ends with the last request
 # first request, requests, begin, end, level: all but the last one share, three of them more
 GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
 
@@ -39,6 +39,10 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"rows": 128, "queries": 5, "group": 8, "parts": 5, "tile_units": 2, "batch": 5},
         {"rows": 128, "queries": 4, "tree": True, "parts": 5, "tile_units": 1},
         {"queries": 4, "tree": True},
+        {"hnd": True, "page": 16},
+        {"rows": 128, "hnd": True, "page": 16, "block": 128, "parts": 5},
+        {"rows": 128, "hnd": True, "page": 128, "block": 128, "copy_rows": 128},
+        {"rows": 128, "page": 16, "block": 128, "copy_rows": 128, "tile_units": 1},
     ],
     ids=str,
 )
@@ -48,7 +52,7 @@ def test_equals_float64(more):
 
 def run(
     *, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64, rows=64, batch=6,
-    tree=False,
+    tree=False, hnd=False, copy_rows=16,
 ):  # fmt: skip
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
@@ -93,12 +97,16 @@ def run(
 
     arguments = load("arguments", "attn_core.backends.triton.portable")
     config = load("common", HOPPER).AttentionConfig(
-        HEADS=HEADS, GROUP=group, PAGE=page, HND=False, GATHERS=page < 8, BN=block, D=D,
+        HEADS=HEADS, GROUP=group, PAGE=page, HND=hnd, GATHERS=page < 8, BN=block, D=D,
         USE_SOFTCAP=False, USE_SINKS=False, MASK=2 if tree else 1, WINDOW=False,
         INT64_OFFSETS=False, SHARED=True, TILE_UNITS=tile_units, HEADS_AT_ONCE=at_once,
-        MIN_UNITS=1 + tile_units, COPY_ROWS=16, STAGES=2 if rows == 128 else 128 // block,
+        MIN_UNITS=1 + tile_units, COPY_ROWS=copy_rows, STAGES=2 if rows == 128 else 128 // block,
         TILE_ROWS=rows,
     )  # fmt: skip
+
+    def rows_of(store):
+        return store.transpose(1, 2).flatten(0, 2) if hnd else store.flatten(0, 1).flatten(1)
+
     store_of = [arguments.Store(Pointer(x), *map(torch.tensor, x.stride()[:3])) for x in stores]
     launch(
         load("decode", HOPPER).decode_hopper, (programs, 1, 1),
@@ -111,7 +119,7 @@ def run(
         ),
         Pointer(indptr), arguments.Spans(*map(Pointer, spans)), Pointer(trees),
         torch.tensor(batch), queries, table.stride(0),
-        *(x.flatten(0, 1).flatten(1) for x in stores), *store_of, Pointer(torch.zeros(1)),
+        *(rows_of(x) for x in stores), *store_of, Pointer(torch.zeros(1)),
         arguments.Scales(SCALE, 1.0, 1.0), 0, config,
     )  # fmt: skip
 

@@ -68,13 +68,13 @@ def lookup_rows(requests, item, block, sizes, CONFIG: gl.constexpr):
     """Return the rows of a store where the copies of a block begin, int32 [32] of one warp.
 
     Each lane has the row of one copy, which brings a page or a part of one: all pages are looked up
-    at once. A block before the first key is looked up as the first one.
+    at once.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ROWS: gl.constexpr = min(CONFIG.PAGE, CONFIG.BN, CONFIG.COPY_ROWS)
     copy = gl.minimum(gl.arange(0, 32, L), CONFIG.BN // ROWS - 1)
     last = gl.maximum(item.seq_len - 1, 0)
-    token = gl.maximum(block, 0) * CONFIG.BN + copy * ROWS
+    token = block * CONFIG.BN + copy * ROWS
     if CONFIG.COPY_ROWS < CONFIG.BN:  # rows that are in the cache by now, not nobody's
         token = gl.minimum(token, last // ROWS * ROWS)
     pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
