@@ -146,7 +146,10 @@ def settled(report: Report) -> Report:
 
 
 def resumed(report: Report, earlier: Report) -> Report:
-    """Return what goes on with an earlier report. Raises SystemExit where it is of another kind."""
+    """Return what goes on with an earlier report; its cases say of which commit they are.
+
+    Raises SystemExit where it is of another kind.
+    """
 
     def of(each: Report) -> tuple[object, ...]:
         libraries = {k: v for k, v in each.versions.items() if k not in ("commit", "driver")}
@@ -154,11 +157,10 @@ def resumed(report: Report, earlier: Report) -> Report:
 
     if of(earlier) != of(report):
         raise SystemExit("--resume: the file is of another suite, device or libraries: time anew")
-    commit = earlier.versions.get("commit")
-    note = f"{len(earlier.cases)} cases were timed at commit {commit}"
-    if commit == report.versions.get("commit"):
-        return replace(report, cases=earlier.cases, notes=earlier.notes)
-    return replace(report, cases=earlier.cases, notes=(*earlier.notes, note))
+    commit, cases = earlier.versions.get("commit"), earlier.cases
+    if commit != report.versions.get("commit"):
+        cases = tuple(replace(m, commit=m.commit or commit) for m in cases)
+    return replace(report, cases=cases, notes=earlier.notes)
 
 
 def contestants_of(suite: str, name: str, device: str, names: str) -> tuple[Contestant, ...]:
@@ -199,9 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--ours: {error}") from None
     path, (part, parts) = target(args, device_name(device)), args.part
     names = [c.name for c in cases]
-    earlier = settled(load(path)) if args.resume and path.exists() else None
+    earlier = load(path) if args.resume and path.exists() else None
     if earlier is not None:
-        cases = [c for c in cases if c.name not in {m.name for m in earlier.cases}]
+        done = {m.name for m in settled(earlier).cases}
+        cases = [c for c in cases if c.name not in done]
     if not cases:
         print(f"{path} has all cases")
         return 0
@@ -251,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prepare_limit_s=args.prepare_limit,
             say=lambda line: print(line, flush=True),
         ):
-            report = replace(report, cases=(*report.cases, measured))
+            others = [m for m in report.cases if m.name != measured.name]
+            report = replace(report, cases=(*others, measured))
             keep()  # what was measured survives whatever comes next
     except DeviceLost as lost:
         report = replace(report, notes=(*report.notes, str(lost)))

@@ -55,7 +55,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One case: its shape, the least that it must move and compute, and everyone's entry."""
+    """One case: its shape, the least that it must move and compute, and everyone's entry.
+
+    commit: of an earlier run that the report's went on with; None: the report's own.
+    """
 
     name: str
     phase: str
@@ -67,6 +70,7 @@ class Measured:
     tolerance: float
     ours: Entry
     peers: tuple[Entry, ...] = ()
+    commit: str | None = None
 
     @property
     def best_peer(self) -> Entry | None:

@@ -6,6 +6,7 @@ import argparse
 import pathlib
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks import scaling_plot
@@ -82,11 +83,13 @@ def section(file: str, report: Report) -> str:
     """Write one report: what ran, a plot and a table for each phase, what did not run."""
     versions = ", ".join(f"{k} {v}" for k, v in report.versions.items() if v)
     command = f" by `{report.command.strip()}`" * bool(report.command)
+    earlier = Counter(m.commit for m in report.cases if m.commit)
     lines = [
         f"\n## {report.device}: {title(file).rpartition('.')[2]}\n",
         f"{report.date[:10]}, {versions}. Copy {report.ceilings['copy_gbs']:.0f} GB/s, matmul "
         f"{report.ceilings['matmul_tflops']:.0f} TFLOP/s. Recorded in `{file}`{command}.\n",
         *(f"{note}.\n" for note in report.notes),
+        *(f"{n} cases were timed at commit {commit}.\n" for commit, n in earlier.items()),
     ]
     if report.suite == "grid":
         lines += [_spread(report)]

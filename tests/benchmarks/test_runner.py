@@ -329,13 +329,19 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     ]  # the second was disturbed
     part = dataclasses.replace(full, cases=tuple(kept), versions=earlier)
     part.save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "measure_all", lambda *a, **k: iter(full.cases[:1]))
+        assert attention.main([*run, "--resume"]) == 0
+    cut_off = [dataclasses.replace(m, commit="a1b2c3") for m in kept]
+    assert load(path).cases == (full.cases[0], *cut_off), "what it did not reach is lost"
+    part.save(path)
     assert attention.main([*run, "--resume"]) == 0
     result = load(path)
     assert [m.name for m in result.cases] == [c.name for c in CASES[:3]]
-    assert result.cases[1] == kept[0], "not timed again"
-    assert result.cases[2] != kept[1]
-    assert result.notes == (*full.notes, "1 cases were timed at commit a1b2c3")
-    assert result.command == full.command
+    assert result.cases[1] == cut_off[0], "not timed again"
+    assert result.cases[2].ours != kept[1].ours
+    assert [m.commit for m in result.cases] == [None, "a1b2c3", None]
+    assert (result.notes, result.command) == (full.notes, full.command)
     capsys.readouterr()
     dataclasses.replace(
         result, cases=tuple(dataclasses.replace(m, ours=kept[0].ours) for m in result.cases)

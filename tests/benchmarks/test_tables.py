@@ -71,6 +71,16 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path):
         load(path)
 
 
+def test_a_page_says_which_cases_are_of_an_earlier_commit(tmp_path):
+    older = [dataclasses.replace(m, commit="a1b2c3") for m in REPORT.cases[:2]]
+    report = dataclasses.replace(REPORT, cases=(*older, *REPORT.cases[2:]))
+    path = tmp_path / "attention.g.all.json"
+    report.save(path)
+    assert load(path) == report
+    assert "\n2 cases were timed at commit a1b2c3.\n" in tables.page({path.name: report})
+    assert "were timed at" not in tables.page({path.name: REPORT})
+
+
 def test_ratios_count_right_results_only():
     assert [m.ratio for m in REPORT.cases] == [1.1, 0.9, None, None]
     assert REPORT.cases[0].best_peer.name == "fa3", "the wrong one was faster"
