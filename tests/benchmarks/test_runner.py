@@ -315,6 +315,12 @@ def test_parts_of_a_run_write_one_record(tmp_path, monkeypatch):
     assert [m.name for m in load(path).cases] == [CASES[0].name]
 
 
+def beside(full, path):
+    """Yield the first case when another part of the run has written the last one."""
+    dataclasses.replace(full, cases=full.cases[2:]).join(path, [m.name for m in full.cases])
+    yield full.cases[0]
+
+
 def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "cases_of", lambda phase: CASES[:3])
     monkeypatch.setattr(attention, "measure_ceilings", lambda timer, device: CEILINGS)
@@ -334,6 +340,11 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch, capsys):
         assert attention.main([*run, "--resume"]) == 0
     cut_off = [dataclasses.replace(m, commit="a1b2c3") for m in kept]
     assert load(path).cases == (full.cases[0], *cut_off), "what it did not reach is lost"
+    part.save(path)
+    with monkeypatch.context() as patch:  # the other part times a case before this one writes
+        patch.setattr(attention, "measure_all", lambda *a, **k: beside(full, path))
+        assert attention.main([*run, "--resume", "--part", "1/2"]) == 0
+    assert load(path).cases == (full.cases[0], cut_off[0], full.cases[2])
     part.save(path)
     assert attention.main([*run, "--resume"]) == 0
     result = load(path)
