@@ -261,6 +261,7 @@ MORE: dict[str, Site] = {
     "mla-decode-shared": Site(case=decode(**(MLA | {"heads": (16, 1)})), shared_prefix=True),
     "verify-shared": Site(
         case=verify(**(SIXTEEN | {"query_lens": (4,) * 16}), trees=(TREE[:4],) * 16),
+        page_size=16,
         shared_prefix=True,
     ),
     "verify-shared-56-rows": Site(

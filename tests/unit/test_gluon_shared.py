@@ -39,6 +39,7 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"rows": 128, "queries": 5, "group": 8, "parts": 5, "tile_units": 2, "batch": 5},
         {"rows": 128, "queries": 4, "tree": True, "parts": 5, "tile_units": 1},
         {"queries": 4, "tree": True},
+        {"queries": 4, "tree": True, "block": 128, "page": 8, "tile_units": 2, "copy_rows": 128},
         {"hnd": True, "page": 16},
         {"rows": 128, "hnd": True, "page": 16, "block": 128, "parts": 5},
         {"rows": 128, "hnd": True, "page": 128, "block": 128, "copy_rows": 128},

@@ -111,7 +111,7 @@ def test_few_requests_over_latents_take_hoppers_tiles(more, rows):
         ({"rows": 56}, 128),
         ({"rows": 32}, 64),
         ({"shared": True, "tree": True}, 128),
-        ({"shared": True, "tree": True, "page_size": 16}, 64),
+        ({"shared": True, "tree": True, "page_size": 8}, 128),
         ({"shared": True, "page_size": 1}, 64),
         ({"shared": True, "dim": 64}, 64),
         ({"shared": True, "requests": 15}, 64),

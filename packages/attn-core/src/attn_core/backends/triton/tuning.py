@@ -102,7 +102,7 @@ def decode_launch(
                 return Launch(block_m=16, block_n=64, warps=4, stages=2, ctas_per_sm=2)
             return Launch(block_m=64, block_n=64, warps=8, stages=2)
         if head_dim == v_dim and head_dim in (64, 128):
-            large_pages = page_size >= (64 if tree else 8)  # beside a tree few registers are left
+            large_pages = page_size >= 8
             large_steps = head_dim == 128 and large_pages and requests >= 16 and not short
             if shared and rows > 64:
                 return Launch(block_m=128, block_n=128, warps=8, stages=2)

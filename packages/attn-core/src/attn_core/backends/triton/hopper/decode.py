@@ -34,7 +34,6 @@ from attn_core.backends.triton.hopper.split_kv import (
     split_item,
     state_place,
 )
-from attn_core.backends.triton.masks import MASK_TREE
 
 
 @gluon.jit
@@ -98,6 +97,21 @@ def attend(
 
 
 @gluon.jit
+def begin_following(
+    items, iteration, item, last_unit, q, q_tiles, HALF: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Begin to copy 64 rows of the queries of the item after this one, if there is one.
+
+    It is called when an item has met its keys. Before its first keys it would delay them.
+    """
+    if item.next_unit < last_unit:
+        items.wait_full(iteration + 1)
+        following, _ = read_item(items, iteration + 1, 4)
+        buffer = (iteration + 1) % 2 * 2 + HALF
+        begin_queries(q, q_tiles, buffer, following, HALF, CONFIG)
+
+
+@gluon.jit
 def attend_half(
     items, last_unit, q_tiles, keys, values, q, out, partial, tree_mask, sinks, scales, sizes,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
@@ -124,11 +138,6 @@ def attend_half(
         first_row = first_row_of(item, HALF, CONFIG)
         wait_queries()
         q_tile = q_tiles.index(iteration % 2 * 2 + HALF)
-        if item.next_unit < last_unit:  # its queries are there when this item ends
-            items.wait_full(iteration + 1)
-            following, _ = read_item(items, iteration + 1, 4)
-            buffer = (iteration + 1) % 2 * 2 + HALF
-            begin_queries(q, q_tiles, buffer, following, HALF, CONFIG)
         if first_row < item.q_len * CONFIG.GROUP:
             q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
             mask = item_mask(item, HALF, tree_mask, sizes, CONFIG)
@@ -171,8 +180,10 @@ def attend_half(
             values.release(step)
             step += 1
             item, place = read_item(items, iteration, 4)  # again: few registers are left
+            begin_following(items, iteration, item, last_unit, q, q_tiles, HALF, CONFIG)
             store_state(acc, m_i, l_i, out, partial, place, item, HALF, sinks, scales, CONFIG)
         else:  # keys of few rows, all of them in the other half
+            begin_following(items, iteration, item, last_unit, q, q_tiles, HALF, CONFIG)
             for _ in range(0, item.num_blocks):
                 keys.wait_full(step)
                 keys.release(step)
@@ -247,7 +258,7 @@ def decode_hopper(
                 [224, 56],
             )  # fmt: skip
         else:
-            LARGE: gl.constexpr = CONFIG.BN > 64 and CONFIG.MASK != MASK_TREE
+            LARGE: gl.constexpr = CONFIG.BN > 64
             gl.warp_specialize(
                 [
                     (
