@@ -1,5 +1,7 @@
 """Triton's kernels of linear attention against the recurrence in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -243,6 +245,19 @@ class TestPrefill:
         got = run_prefill(layer, tokens, (100,), state, (1,))
         close(got, want, rms=5e-3)
         close(state[1], after[-1], rms=5e-3)
+
+    @pytest.mark.parametrize("name", ["gdn-gate", "kda-gate"])
+    @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+    def test_large_values_of_fp16_beside_raw_keys_of_any_size(self, name, size):
+        """What normalises small keys is large, and a product of fp16 is infinite above 65504."""
+        layer = make_linear_layer(**LAYERS[name] | {"norm": 1e-12, "heads": (1, 2)})
+        drawn, state = draw(layer, 70), 3000 * states_of(layer, 2)
+        q, k, v = size * drawn.q, size * drawn.k, (3000 * drawn.v).clamp(-9000, 9000)
+        tokens = replace(drawn, q=q.half(), k=k.half(), v=v.half())
+        want, after = tokens.run(state[1])
+        got = run_prefill(layer, tokens, (70,), state, (1,))
+        close(got, want, rms=2e-3)
+        close(state[1], after[-1], rms=2e-3)
 
     @pytest.mark.parametrize("kind", ["gdn", "kda"])
     @pytest.mark.parametrize("decay", [3.0, 20.0, 60.0])

@@ -16,6 +16,7 @@ from triton import knobs
 
 from attn_core.backends.triton.linear.arguments import Chunks, Constants, Inputs, Rows, Workspace
 from attn_core.backends.triton.linear.launch import LinearArguments, PrefillKernels
+from attn_core.backends.triton.linear.normalize import normalized, normalizes_first
 from attn_core.backends.triton.linear.operands import (
     at_slots_of,
     inputs_of,
@@ -161,6 +162,9 @@ def prefill(
     if not plan.batch:
         return out
     common = layer.common
+    if normalizes_first(common, k.dtype):
+        q, k = normalized(layer, q), normalized(layer, k)
+        common = common._replace(NORM=False)
     at_tokens, like_tokens = zip(*map(placed, (q, k, v, g, beta, out)), strict=True)
     at_state, like_state = placed_slots(state)
     at_places, like_places = at_slots_of(slots, slots_out, fresh)
@@ -175,7 +179,7 @@ def prefill(
     if kernels is None:
         constants = common._replace(FRESH=fresh is not None, CHECKPOINTS=checkpoints is not None)
         inputs, rows = inputs_of(q, k, v, g, beta), rows_of(out)
-        kernels = layer.prefills[key] = _kernels(layer, constants, inputs, rows, plan)
+        kernels = layer.prefills[key] = _kernels(layer, common, constants, inputs, rows, plan)
     at_inputs, at_out = at_tokens[:5], at_tokens[5]
     prepares = (at_inputs, layer.at_weights_or(at_inputs[0][0]), layer.numbers)
     carries = (at_out, at_state, at_places, at_spots)
@@ -237,30 +241,33 @@ def prefill(
 
 
 def _kernels(
-    layer: LinearArguments, constants: Constants, inputs: Inputs, out: Rows, plan: PrefillPlan
-) -> PrefillKernels:
+    layer: LinearArguments, common: Constants, constants: Constants, inputs: Inputs, out: Rows,
+    plan: PrefillPlan,
+) -> PrefillKernels:  # fmt: skip
     """Return what prepares the chunks and what carries the states through them."""
     own = _kernels_of(layer.arch) if plan.num_chunks else None  # no chunks are nothing to copy
     if own is not None and plan.fused and (whole := own.fused(constants, inputs, out)):
         only: PrefillKernels = whole
         return only
-    if own is not None and plan.ahead and own.takes(layer.common, inputs, out):
-        chosen: PrefillKernels = own.ahead(layer.common, constants)
+    if own is not None and plan.ahead and own.takes(common, inputs, out):
+        chosen: PrefillKernels = own.ahead(common, constants)
         return chosen
-    prepare = None if own is None else own.prepare(layer.common, inputs)
+    prepare = None if own is None else own.prepare(common, inputs)
     scan = None if own is None else own.scan(constants, inputs, out, alone=plan.alone)
     if scan is None and not constants.PER_CHANNEL:
         prepare = None  # it leaves P, where Triton's scan takes P · T
     scan, rows, maps = scan or _scan(layer, constants, inputs, alone=plan.alone)
-    return PrefillKernels(prepare or _prepare(layer, inputs), scan, rows, ahead=False, maps=maps)
+    return PrefillKernels(
+        prepare or _prepare(layer, common, inputs), scan, rows, ahead=False, maps=maps
+    )
 
 
-def _prepare(layer: LinearArguments, inputs: Inputs) -> Launcher:
+def _prepare(layer: LinearArguments, common: Constants, inputs: Inputs) -> Launcher:
     """Return what prepares the chunks."""
-    dtype, per_channel = inputs.k.ptr.dtype, layer.common.PER_CHANNEL
+    dtype, per_channel = inputs.k.ptr.dtype, common.PER_CHANNEL
     wide = dtype == torch.float32
-    chosen = prepare_launch(layer.arch, layer.common.K, per_channel=per_channel, wide=wide)
-    constants = layer.common._replace(PRECISION=layer.precision(dtype))
+    chosen = prepare_launch(layer.arch, common.K, per_channel=per_channel, wide=wide)
+    constants = common._replace(PRECISION=layer.precision(dtype))
     kernel = prepare_kda if per_channel else prepare_gdn
     last = chosen.rows if per_channel else layer.arch in FROM_SHARED
     return Launcher(kernel, last, constants, num_warps=chosen.warps, num_stages=chosen.stages)
