@@ -24,6 +24,8 @@ SPILLS = {"decode_mla_hopper": 48, "scan_hopper": 74}
 # called function the assembler lets no two products overlap.
 SERIALIZED = {"prepare_gdn_ahead"}
 SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
+# One address of two that do not change is loaded for each 32 channels.
+SPILLS |= {"prepare_kda_hopper": 6}
 # Of three parts that share 504 registers, a few addresses and predicates spill.
 SPILLS |= {"fused_gdn_hopper": 16}
 # Without wgmma the operands of prefill's 64 by 64 products are registers: a few do not fit.

@@ -43,7 +43,7 @@ FOUND = 1  # the checker's exit code for a fault
 TORCH = "kns=_ZN2at"  # the mangled names of PyTorch's kernels begin so
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _LINEAR = (
-    *("prefill[gdn-bf16]", "prefill[kda-bf16]", "prefill[gdn-64-by-256-bf16]"),
+    *("prefill[gdn-bf16]", "prefill[kda-bf16]", "prefill[gdn-fp16]", "prefill[gdn-64-by-256-bf16]"),
     *("decode[gdn-fp32]", "decode[kda-fp32]", "commit[gdn-7-True]", "commit[kda-7-True]"),
 )
 _LATENT = {  # name → its one test

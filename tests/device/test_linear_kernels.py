@@ -3,6 +3,8 @@
 Run: `pytest tests/device/test_linear_kernels.py`. The interpreter's tests have the rest.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from linear_reference import draw, make_linear_layer
@@ -16,7 +18,7 @@ from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
 KERNELS = (  # each runs below
     "prepare_gdn", "prepare_kda", "scan_chunks", "decode_states", "verify_gdn", "verify_kda",
     "commit_drafts", "prepare_gdn_hopper", "prepare_kda_hopper", "scan_hopper",
-    "prepare_gdn_ahead", "scan_alone", "fused_gdn_hopper",
+    "prepare_gdn_ahead", "scan_alone", "fused_gdn_hopper", "normalize_rows",
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MODEL = {"heads": (2, 4), "dims": (128, 128)}
@@ -93,6 +95,32 @@ def test_prefill(name, tokens):
             close(state[slot], after[-1], rms)
         begin += n
     assert torch.equal(state[[2, 3, 5]], before[[2, 3, 5]])
+
+
+def test_nothing_is_left_of_a_large_value_after_its_channels_are_forgotten():
+    layer = make_linear_layer(kind="kda", **MODEL)
+    drawn, state = draw(layer, 40, decay=0.01, dtype=torch.bfloat16), states_of(layer, 1)
+    drawn.v[4] *= 3000
+    drawn.g[5] = -80
+    want, after = drawn.run(state[0])
+    kept = launch.LinearArguments.of(layer, arch())
+    plan = plan_prefill(kept, (40,), dtype=torch.bfloat16, device=DEVICE)
+    close(prefill(kept, *drawn.raw, state, int32(0), plan)[5:], want[5:], 6e-3)
+    close(state[0], after[-1], 6e-3)
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_large_values_of_fp16_beside_raw_keys_of_any_size(name, size):
+    layer = make_linear_layer(**LAYERS[name] | {"norm": 1e-12})
+    drawn, state = draw(layer, 70), 3000 * states_of(layer, 2)
+    q, k, v = size * drawn.q, size * drawn.k, (3000 * drawn.v).clamp(-9000, 9000)
+    tokens = replace(drawn, q=q.half(), k=k.half(), v=v.half())
+    want, after = tokens.run(state[1])
+    kept = launch.LinearArguments.of(layer, arch())
+    plan = plan_prefill(kept, (70,), dtype=torch.float16, device=DEVICE)
+    close(prefill(kept, *tokens.raw, state, int32(1), plan), want, 2e-3)
+    close(state[1], after[-1], 2e-3)
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])

@@ -130,6 +130,7 @@ LINEAR = {
         ("gdn-prefill-fused", "prefill", QWEN, {"fused": True}),
         ("gdn-prefill-64", "prefill", QWEN | {"dims": (64, 128)}, {}),
         ("gdn-prefill-bf16", "prefill", QWEN, {"checkpoints": True, **BF16}),
+        ("gdn-prefill-fp16", "prefill", QWEN, {"tokens": torch.float16}),
         ("kda-decode", "decode", KIMI, {}),
         ("kda-verify", "verify", KIMI, {}),
         ("kda-verify-tree", "verify", KIMI, {"drafts": 8, "tree": True}),

@@ -1,7 +1,9 @@
 """Prefill, first kernel, with a decay per key channel, for Hopper: what prepare_kda does, in Gluon.
 
 A warp has the tokens of one block of 16, 32 channels at a time, and a thread 8 of them in two
-channels, so that sums of log decays stay within the warp.
+channels, so that sums of log decays stay within the warp. A pair within half of a block is factored
+at the middle of this half, a pair across the halves at the middle of the right one. A token's log
+decay counts there as at most REACH / 4: in place of less than 2^-28 it leaves 2^-28.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -175,6 +177,8 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     g_next = gl.load(g_at + n[None, :], mask=inside, other=0.0)
     L_near = gl.zeros([4, 16, 16], gl.float32, B)
     P_near = L_near
+    L_half = L_near
+    P_half = L_near
     for part in range(C.K // WIDTH):
         d = part * WIDTH + n
         a_log, bias = head_weights(weights, hv, d[None, :], C)
@@ -186,10 +190,12 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
         T3: gl.constexpr = g.type.layout
         since_start = gl.associative_scan(g, 1, sums)  # of the block
         own = gl.sum(g, 1)
-        near = gl.maximum(g, -REACH / 8)
+        near = gl.maximum(g, -REACH / 4)
         t = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, T3)))[None, :, None]
-        middle = gl.sum(gl.where(t < 8, near, 0.0), 1)
-        near = gl.associative_scan(near, 1, sums) - gl.expand_dims(middle, 1)
+        left = gl.expand_dims(gl.sum(gl.where(t < 4, near, 0.0), 1), 1)
+        right = gl.expand_dims(gl.sum(gl.where(t < 12, near, 0.0), 1), 1)
+        near = gl.associative_scan(near, 1, sums) - gl.where(t < 8, left, right)
+        to_right = gl.reshape((right - left) - near, (CHUNK, WIDTH))
         near = gl.reshape(near, (CHUNK, WIDTH))
         until_end = gl.reshape(gl.expand_dims(own, 1) - since_start, (CHUNK, WIDTH))
         since_start = gl.reshape(since_start, (CHUNK, WIDTH))
@@ -237,9 +243,14 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
         L_far = hopper.warpgroup_mma(k_rows.index(1), across, L_far, is_async=True)
         P_far = hopper.warpgroup_mma(q_rows.index(1), across, P_far, is_async=True)
         decay = gl.exp2(near)
+        k_row = (k * decay).to(dtype)
+        q_row = (q * decay).to(dtype)
         column = (k * gl.exp2(-near)).to(dtype)
-        L_near = blockwise((k * decay).to(dtype), column, L_near)
-        P_near = blockwise((q * decay).to(dtype), column, P_near)
+        L_near = blockwise(k_row, column, L_near)
+        P_near = blockwise(q_row, column, P_near)
+        column = (k * gl.exp2(to_right)).to(dtype)
+        L_half = blockwise(k_row, column, L_half)
+        P_half = blockwise(q_row, column, P_half)
         L_adjacent, P_adjacent, L_far, P_far = hopper.warpgroup_mma_wait(
             0, deps=[L_adjacent, P_adjacent, L_far, P_far]
         )
@@ -247,7 +258,9 @@ def prepare_kda_hopper(inputs, weights, numbers, chunks, work, C: gl.constexpr):
     barrier()  # from here on, no warp's products read the rows: what follows may take their place
     i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-    L_near = gl.where(i > j, L_near, 0.0)
+    same_half = (i < 8) == (j < 8)
+    P_near = gl.where(same_half, P_near, P_half)
+    L_near = gl.where(i > j, gl.where(same_half, L_near, L_half), 0.0)
     L_near = L_near + gl.convert_layout(gl.permute(L_near, (0, 2, 1)), B)
     P = merged(P_adjacent, P_far) + on_diagonal(gl.where(i >= j, P_near, 0.0))
     P = P.to(gl.float16)
