@@ -24,7 +24,7 @@ SPILLS = {"decode_mla_hopper": 48, "scan_hopper": 74}
 # called function the assembler lets no two products overlap.
 SERIALIZED = {"prepare_gdn_ahead"}
 SPILLS |= {"prepare_gdn_hopper": 24, "prepare_gdn_ahead": 36, "scan_alone": 6}
-# One address of two that do not change is loaded for each 32 channels.
+# One value is loaded again for each 32 channels, and two are after the last of them.
 SPILLS |= {"prepare_kda_hopper": 6}
 # Of three parts that share 504 registers, a few addresses and predicates spill.
 SPILLS |= {"fused_gdn_hopper": 16}
@@ -39,7 +39,7 @@ SPILLS |= {("sm120", "select_topk"): 8}  # 16 warps of a row have at most 128 re
 # Faster than in half as many keys a step, which spill nothing: a third, with 16 heads a sixth.
 SPILLS |= {("sm90", "mla-decode-fp8", "decode_splits"): 24}
 SPILLS |= {("sm90", "mla-decode-16-heads-fp8", "decode_splits"): 4}
-# A thread's number, which is stored at the start, with Triton 3.7; with 3.6 nothing.
+# Triton 3.7 stores a thread's number once, at the start; Triton 3.6 spills nothing.
 SPILLS |= {("sm90", "verify-shared-56-rows", "decode_hopper"): 4}
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}

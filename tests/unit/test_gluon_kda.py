@@ -39,8 +39,7 @@ def rows(x):
 
 
 def prepared(tokens):
-    """Return T, P · T, the decay, k_in, q_in and k_out of each chunk and head, and its tokens."""
-
+    """Return T and P · T, the decays, and k_in, q_in and k_out of each chunk and head."""
     count = len(tokens.v)
     starts = range(0, count, 64)
     sizes = [min(64, count - at) for at in starts]

@@ -102,7 +102,7 @@ def begin_following(
 ):  # fmt: skip
     """Begin to copy 64 rows of the queries of the item after this one, if there is one.
 
-    It is called when an item has met its keys. Before its first keys it would delay them.
+    Call it at the end of an item: at the start it would delay the item's first product.
     """
     if item.next_unit < last_unit:
         items.wait_full(iteration + 1)

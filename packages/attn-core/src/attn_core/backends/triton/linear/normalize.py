@@ -1,7 +1,7 @@
-"""Normalises q and k of fp16 before GDN's prefill, which else takes them as they are.
+"""Normalises q and k in fp16 before GDN's prefill, whose kernels take raw ones in other dtypes.
 
-There each update of the state is multiplied by what normalises its key, which is large where keys
-are small. The product has the dtype of the tokens: in fp16 it is infinite above 65504.
+They multiply each update of the state by what normalises its key, and round the product to the
+dtype of the tokens. Where keys are small the product exceeds 65504, which is infinite in fp16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -37,12 +37,12 @@ def normalize_rows(x, out, rows, eps, H: tl.constexpr, K: tl.constexpr, BM: tl.c
 
 
 def normalizes_first(common: Constants, dtype: torch.dtype) -> bool:
-    """Say whether prefill over tokens of a dtype is given normalised q and k."""
+    """Say whether prefill over tokens of a dtype normalises q and k before its other kernels."""
     return common.NORM and not common.PER_CHANNEL and dtype == torch.float16
 
 
 def normalized(layer: LinearArguments, x: Tensor) -> Tensor:
-    """Return q or k [T, Hk, K] of a layer normalised, in its dtype and one piece."""
+    """Return q or k [T, Hk, K] of a layer normalised, contiguous and in its dtype."""
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (at_x, like_x), (at_out, like_out) = placed(x), placed(out)

@@ -2,8 +2,8 @@
 
 A warp has the tokens of one block of 16, 32 channels at a time, and a thread 8 of them in two
 channels, so that sums of log decays stay within the warp. A pair within half of a block is factored
-at the middle of this half, a pair across the halves at the middle of the right one. A token's log
-decay counts there as at most REACH / 4: in place of less than 2^-28 it leaves 2^-28.
+at the middle of this half, a pair across the halves at the middle of the right one. No token's
+log decay counts there as more than REACH / 4: a decay of less than 2^-28 becomes 2^-28.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
