@@ -39,7 +39,8 @@ class Case:
     that there may be. queries: new tokens a request, None: all.
     tree: a random tree of drafts for each request, else they are a chain.
     shared: (requests of a group, tokens that they share) of each level, the outermost first; the
-    groups lie in those before. sharers: how many requests share, None: all.
+    groups lie in those before. sharers: how many requests share, None: all. alone: the KV length
+    of each of the others, None: `length`.
     """
 
     phase: Phase
@@ -58,6 +59,7 @@ class Case:
     dtype: str = "bf16"
     shared: tuple[tuple[int, int], ...] = ()
     sharers: int | None = None
+    alone: int | None = None
 
     @property
     def name(self) -> str:
@@ -76,6 +78,7 @@ class Case:
         parts += [f"H{self.q_heads}/{self.kv_heads}", f"D{dims}", f"p{self.page_size}"]
         parts += [f"shared {n}x{tokens}" for n, tokens in self.shared]
         parts += [f"of {self.sharers}"] if self.sharers is not None else []
+        parts += [f"alone {self.alone}"] if self.alone is not None else []
         return " ".join(parts + ([self.kv_dtype] if self.kv_dtype != self.dtype else []))
 
     @property
@@ -101,7 +104,9 @@ class Case:
             least = self.queries or 1
             return tuple(max(least, int(self.length * min(x, 16.0))) for x in drawn)
         if not self.ragged:
-            return (self.length,) * self.batch
+            others = 0 if self.alone is None else self.batch - (self.sharers or 0)
+            alone = (self.alone or 0,) * others
+            return (self.length,) * (self.batch - others) + alone
         low = max(self.queries or 1, self.length // 8)
         rest = [rng.randint(low, self.length) for _ in range(self.batch - 1)]
         return (self.length, *rest)

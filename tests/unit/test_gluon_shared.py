@@ -140,7 +140,7 @@ def run(
             yield None
         else:
             level = 0 if own else int(spans[5, span])
-            whole = (level * tokens + token) * HEADS * group + head * group + q_head
+            whole = (3 * token + level) * HEADS * group + head * group + q_head
             yield programs * 2 * rows + whole
 
     for token, head, q_head in itertools.product(range(tokens), range(HEADS), range(group)):

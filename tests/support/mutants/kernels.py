@@ -183,8 +183,8 @@ class KernelSharedRowsOfTheFirst(Edited):
 
 class KernelSharedLevelsInOnePlace(Edited):
     kernel = decode.whole_rows
-    before = "level.to(tl.int64) * tokens * heads"
-    after = "0 * level.to(tl.int64)"
+    before = "(1 + LEVELS) + level)"
+    after = "(1 + LEVELS) + 0 * level)"
 
 
 class KernelSharedKeysSkippedForTheUnit(Edited):

@@ -13,7 +13,7 @@ from attn_core.backends.triton.kernel import Choice, Pass, Shape
 from attn_core.backends.triton.latent_prompts import chunk_queries, in_chunks
 from attn_core.backends.triton.masks import MASK_TREE
 from attn_core.backends.triton.new_tokens import are_all_keys, new_tokens
-from attn_core.backends.triton.portable.arguments import KeyParts, Requests
+from attn_core.backends.triton.portable.arguments import LEVELS, KeyParts, Requests
 from attn_core.backends.triton.portable.plan_tiles import most_slots
 from attn_core.backends.triton.schedule import (
     PLANNED_REQUESTS,
@@ -25,7 +25,7 @@ from attn_core.backends.triton.schedule import (
     fill_order,
     fill_split,
 )
-from attn_core.backends.triton.shared import BUFFER_ROWS, LEVELS, sharing_of
+from attn_core.backends.triton.shared import BUFFER_ROWS, sharing_of
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
@@ -175,7 +175,7 @@ class Scheduler:
         rows, width = partials * cuts.launch.block_m, power_of_two(group.v_head_dim)
         plan, indptrs = static, size + 1
         if cuts.sharing is not None:
-            rows += (1 + LEVELS) * inputs.tokens * group.num_q_heads
+            rows += (1 + LEVELS.value) * inputs.tokens * group.num_q_heads
             plan, indptrs = self.buffer(size) if static is None else static, 2 * size + 1
         elif cuts.planned_quota:
             indptrs += 2

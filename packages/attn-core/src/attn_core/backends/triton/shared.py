@@ -19,7 +19,6 @@ from attn_core.costs.shared_prefix import (
 from attn_core.ops.triton.launcher import Launcher, alike
 from attn_core.runtime.layer import LayerGroup
 
-LEVELS = 2  # groups within groups: the requests of a group may be groups that share more
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from attn_core.backends.triton.portable.arguments import LEVELS
 from attn_core.backends.triton.schedule import Schedule, SplitKV
-from attn_core.backends.triton.shared import LEVELS, spans_of
+from attn_core.backends.triton.shared import spans_of
 from attn_core.costs.shared_prefix import token_values
 from attn_core.runtime.layer import LayerGroup
 from attn_core.runtime.shared_keys import SharedKeys
@@ -61,7 +62,7 @@ def _of_groups(split: SplitKV, size: int) -> Counted:
     assert split.buffer is not None
     buffer = split.buffer.cpu()
     spans, units = spans_of(buffer), buffer[0, : 2 * size + 1].diff()
-    members = spans.group[: LEVELS * size].view(LEVELS, size)
+    members = spans.group[: LEVELS.value * size].view(LEVELS.value, size)
     tokens = read = grouped = 0
     for span in range(size, 2 * size):
         if units[span] <= 0:  # groups come first, then nothing

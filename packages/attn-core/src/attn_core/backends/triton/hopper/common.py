@@ -119,6 +119,30 @@ def lookup_slots(page_table, first_key, seq_len, start, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def gather_kv_tile(channel, step, store, slots, head, CONFIG: gl.constexpr):
+    """Copy a block of keys of one head into the channel's tile of a step, by all four warps.
+
+    slots: see lookup_slots.
+    """
+    BN: gl.constexpr = CONFIG.BN
+    # a warp's rows are those whose slots its threads looked up
+    L: gl.constexpr = gl.BlockedLayout([BN // 16, 8], [4, 8], [4, 1], [1, 0])
+    page = slots // CONFIG.PAGE
+    token = slots % CONFIG.PAGE
+    if CONFIG.INT64_OFFSETS:
+        page = page.to(gl.int64)
+    offsets = page * store.page_stride + token * store.token_stride
+    offsets = gl.convert_layout(offsets, gl.SliceLayout(1, L))
+    columns = gl.arange(0, CONFIG.D, gl.SliceLayout(0, L))
+    head_ptr = store.ptr + head.to(gl.int64) * store.head_stride
+    stage = channel.stage(step)
+    async_copy.async_copy_global_to_shared(
+        channel.tile.index(stage), head_ptr + offsets[:, None] + columns[None, :]
+    )
+    async_copy.mbarrier_arrive(channel.full.index(stage), increment_count=False)
+
+
+@gluon.jit
 def load_kv_tile(
     channel,
     step,
@@ -138,29 +162,16 @@ def load_kv_tile(
     gathered from the store by all four warps, from the slots that lookup_slots found. kv_start:
     the first row of the sequence where there are no pages.
     """
-    BN: gl.constexpr = CONFIG.BN
-    D: gl.constexpr = CONFIG.D
-    PAGE: gl.constexpr = CONFIG.PAGE
-    stage = channel.stage(step)
-    full = channel.full.index(stage)
     if CONFIG.GATHERS:
-        # a warp's rows are those whose slots its threads looked up
-        L: gl.constexpr = gl.BlockedLayout([BN // 16, 8], [4, 8], [4, 1], [1, 0])
-        page = slots // PAGE
-        token = slots % PAGE
-        if CONFIG.INT64_OFFSETS:
-            page = page.to(gl.int64)
-        offsets = page * store.page_stride + token * store.token_stride
-        offsets = gl.convert_layout(offsets, gl.SliceLayout(1, L))
-        columns = gl.arange(0, D, gl.SliceLayout(0, L))
-        head_ptr = store.ptr + head.to(gl.int64) * store.head_stride
-        async_copy.async_copy_global_to_shared(
-            channel.tile.index(stage), head_ptr + offsets[:, None] + columns[None, :]
-        )
-        async_copy.mbarrier_arrive(full, increment_count=False)
+        gather_kv_tile(channel, step, store, slots, head, CONFIG)
     else:
+        BN: gl.constexpr = CONFIG.BN
+        D: gl.constexpr = CONFIG.D
+        PAGE: gl.constexpr = CONFIG.PAGE
+        stage = channel.stage(step)
+        full = channel.full.index(stage)
         PANELS: gl.constexpr = D // 64
-        ROWS: gl.constexpr = min(PAGE, BN, CONFIG.COPY_ROWS) if PAGE > 0 else BN
+        ROWS: gl.constexpr = min(PAGE, BN) if PAGE > 0 else BN
         COPIES: gl.constexpr = BN // ROWS
         panels = channel.tile._reinterpret(
             channel.tile.dtype, [channel.STAGES * PANELS * COPIES, ROWS, 64], kv_rows.layout
@@ -171,8 +182,6 @@ def load_kv_tile(
             token = start + copy * ROWS
             if PAGE > 0:
                 last = gl.maximum(seq_len - 1, 0)
-                if CONFIG.COPY_ROWS < BN:  # rows that are in the cache by now, not nobody's
-                    token = gl.minimum(token, last // ROWS * ROWS)
                 if copy * ROWS % PAGE == 0:
                     page = gl.load(page_table + gl.minimum(token, last) // PAGE)
                 row = ((page * CONFIG.HEADS + head) if CONFIG.HND else page) * PAGE + token % PAGE

@@ -18,6 +18,7 @@ from attn_core.backends.triton.hopper.channel import init_barriers, new_kv_chann
 from attn_core.backends.triton.hopper.common import Sizes, zero_tail
 from attn_core.backends.triton.hopper.decode_items import (
     begin_queries,
+    gather_keys_values,
     item_mask,
     load_items,
     load_keys_values,
@@ -91,7 +92,7 @@ def attend(
             values.release(step)
             step += 1
             block = next_block(item, block, CONFIG)
-        place = state_place(work, next_unit, item, requests, sizes, CONFIG)
+        place = state_place(work, next_unit, item, CONFIG)
         store_state(acc, m_i, l_i, out, partial, place, item, 0, sinks, scales, CONFIG)
         next_unit = item.next_unit
 
@@ -258,7 +259,6 @@ def decode_hopper(
                 [224, 56],
             )  # fmt: skip
         else:
-            LARGE: gl.constexpr = CONFIG.BN > 64
             gl.warp_specialize(
                 [
                     (
@@ -269,10 +269,13 @@ def decode_hopper(
                         ),
                     ),
                     (
-                        load_keys_values,
-                        (keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG),
+                        gather_keys_values if CONFIG.GATHERS else load_keys_values,
+                        (
+                            keys, values, k if CONFIG.GATHERS else k_rows,
+                            v if CONFIG.GATHERS else v_rows, requests, work, sizes, CONFIG,
+                        ),
                     ),
                 ],
                 [4 if CONFIG.GATHERS else 1],
-                [56 if CONFIG.GATHERS else 40 if LARGE else 24],
+                [56 if CONFIG.GATHERS else 40],
             )  # fmt: skip

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.common import (
     barrier,
-    load_kv_tile,
+    gather_kv_tile,
     lookup_slots,
     row_offsets,
 )
@@ -31,10 +31,8 @@ from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
 @gluon.jit
-def load_keys_values(
-    keys, values, k_rows, v_rows, k, v, requests, work, sizes, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Fill both channels with the blocks of each item, in the order of next_block."""
+def gather_keys_values(keys, values, k, v, requests, work, sizes, CONFIG: gl.constexpr):
+    """Do what load_keys_values does with pages that are too small for TMA."""
     step = 0
     seq = work.seq
     next_unit = work.start
@@ -43,22 +41,40 @@ def load_keys_values(
         seq = item.seq
         pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
         block = item.begin_block
-        start = block * CONFIG.BN
-        slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
+        slots = lookup_slots(pages, item.first_key, item.seq_len, block * CONFIG.BN, CONFIG)
         for _ in range(0, item.num_blocks):
             block = next_block(item, block, CONFIG)
-            next_start = block * CONFIG.BN
-            next_slots = lookup_slots(pages, item.first_key, item.seq_len, next_start, CONFIG)
+            start = block * CONFIG.BN
+            next_slots = lookup_slots(pages, item.first_key, item.seq_len, start, CONFIG)
             keys.wait_free(step)
-            load_kv_tile(
-                keys, step, k_rows, k, pages, slots, 0, item.head, item.seq_len, start, CONFIG
-            )
+            gather_kv_tile(keys, step, k, slots, item.head, CONFIG)
             values.wait_free(step)
-            load_kv_tile(
-                values, step, v_rows, v, pages, slots, 0, item.head, item.seq_len, start, CONFIG
-            )
+            gather_kv_tile(values, step, v, slots, item.head, CONFIG)
             slots = next_slots
-            start = next_start
+            step += 1
+        next_unit = item.next_unit
+
+
+@gluon.jit
+def load_keys_values(keys, values, k_rows, v_rows, requests, work, sizes, CONFIG: gl.constexpr):
+    """Fill both channels with the blocks of each item, in the order of next_block.
+
+    The pages of a block are looked up while the block before it is brought.
+    """
+    step = 0
+    seq = work.seq
+    next_unit = work.start
+    while next_unit < work.last:
+        item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        seq = item.seq
+        block = item.begin_block
+        rows = lookup_rows(requests, item, block, sizes, CONFIG)
+        for _ in range(0, item.num_blocks):
+            block = next_block(item, block, CONFIG)
+            next_rows = lookup_rows(requests, item, block, sizes, CONFIG)
+            copy_rows(keys, step, k_rows, rows, item.head, CONFIG)
+            copy_rows(values, step, v_rows, rows, item.head, CONFIG)
+            rows = next_rows
             step += 1
         next_unit = item.next_unit
 
@@ -74,7 +90,7 @@ def lookup_rows(requests, item, block, sizes, CONFIG: gl.constexpr):
     ROWS: gl.constexpr = min(CONFIG.PAGE, CONFIG.BN, CONFIG.COPY_ROWS)
     copy = gl.minimum(gl.arange(0, 32, L), CONFIG.BN // ROWS - 1)
     last = gl.maximum(item.seq_len - 1, 0)
-    token = block * CONFIG.BN + copy * ROWS
+    token = gl.maximum(block * CONFIG.BN + copy * ROWS, 0)
     if CONFIG.COPY_ROWS < CONFIG.BN:  # rows that are in the cache by now, not nobody's
         token = gl.minimum(token, last // ROWS * ROWS)
     pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
@@ -120,7 +136,7 @@ def load_items(items, keys, values, k_rows, v_rows, requests, work, sizes, CONFI
     iteration = 0
     next_unit = work.start
     first = split_item(work, work.seq, next_unit, requests, sizes, CONFIG)
-    push_item(items, 0, first, state_place(work, next_unit, first, requests, sizes, CONFIG))
+    push_item(items, 0, first, state_place(work, next_unit, first, CONFIG))
     while next_unit < work.last:
         item, _ = read_item(items, iteration, 1)
         next_unit = item.next_unit
@@ -135,7 +151,7 @@ def load_items(items, keys, values, k_rows, v_rows, requests, work, sizes, CONFI
             step += 1
             if (i == 0) & (next_unit < work.last):  # the first keys do not wait for it
                 following = split_item(work, item.seq, next_unit, requests, sizes, CONFIG)
-                place = state_place(work, next_unit, following, requests, sizes, CONFIG)
+                place = state_place(work, next_unit, following, CONFIG)
                 push_item(items, iteration + 1, following, place)
         iteration += 1
 

@@ -158,7 +158,7 @@ def attend_high(
             store_lse(m_i, l_i, empty, out, item.q_start, item.q_len, 0, first_row, CONFIG)
         else:
             rows = gl.arange(0, 64, gl.SliceLayout(1, S))
-            place = state_place(work, next_unit, item, requests, sizes, CONFIG)
+            place = state_place(work, next_unit, item, CONFIG)
             lse_at = partial_rows(place, item, rows, CONFIG)
             lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
             if CONFIG.SHARED:  # a row that is not live has no place of its own
@@ -171,7 +171,7 @@ def attend_high(
             high.release(block - 1)
         place = high.tile.index(high.stage(gl.maximum(block - 1, 0)))
         store_columns(
-            acc, factor, place, out, partial, work, next_unit, item, requests, sizes, HIGH, CONFIG,
+            acc, factor, place, out, partial, work, next_unit, item, HIGH, CONFIG
         )  # fmt: skip
         if (item.num_blocks > 0) & final:
             high.release(block - 1)
@@ -223,12 +223,11 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             latents.release(step - 1)
         stage = latents.stage(step - 1)
         store_columns(
-            acc, factor, tile.low.index(stage), out, partial, work, next_unit, item, requests,
-            sizes, 0, CONFIG,
+            acc, factor, tile.low.index(stage), out, partial, work, next_unit, item, 0, CONFIG
         )  # fmt: skip
         store_columns(
-            middle, factor, tile.middle.index(stage), out, partial, work, next_unit, item,
-            requests, sizes, MIDDLE, CONFIG,
+            middle, factor, tile.middle.index(stage), out, partial, work, next_unit, item, MIDDLE,
+            CONFIG,
         )  # fmt: skip
         if (item.num_blocks > 0) & final:
             latents.release(step - 1)

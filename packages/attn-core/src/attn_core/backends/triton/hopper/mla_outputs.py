@@ -59,15 +59,13 @@ def store_strided(acc, out, item, FIRST: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def store_partial(
-    acc, partial, work, unit, item, requests, sizes, FIRST: gl.constexpr, CONFIG: gl.constexpr
-):
+def store_partial(acc, partial, work, unit, item, FIRST: gl.constexpr, CONFIG: gl.constexpr):
     """Store an item's partial state, columns FIRST …."""
     L: gl.constexpr = acc.type.layout
     rows = item_rows(L, CONFIG)
     columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, L))
     row_mask = item.row_block * 64 + rows < item.q_len * CONFIG.GROUP
-    place = state_place(work, unit, item, requests, sizes, CONFIG)
+    place = state_place(work, unit, item, CONFIG)
     offsets = partial_rows(place, item, rows, CONFIG) * 512
     ptrs = partial.out + offsets[:, None] + columns[None, :]
     gl.store(ptrs, acc, mask=row_mask[:, None] & (columns >= 0)[None, :])
@@ -75,7 +73,7 @@ def store_partial(
 
 @gluon.jit
 def store_columns(
-    acc, factor, place, out, partial, work, unit, item, requests, sizes, FIRST: gl.constexpr,
+    acc, factor, place, out, partial, work, unit, item, FIRST: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Store acc · factor, columns FIRST … of outputs or of an item's partial state.
@@ -94,4 +92,4 @@ def store_columns(
             else:
                 store_strided(acc, out, item, FIRST, CONFIG)
     else:
-        store_partial(acc, partial, work, unit, item, requests, sizes, FIRST, CONFIG)
+        store_partial(acc, partial, work, unit, item, FIRST, CONFIG)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn_core.backends.triton.portable.arguments import LEVELS
+
 
 class Work(NamedTuple):
     """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
@@ -256,12 +258,12 @@ def first_row_of(item, half, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def state_place(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
+def state_place(work, unit, item, CONFIG: gl.constexpr):
     """Return where the partial state lies of an item that begins at a unit, see partial_rows.
 
     It is the number of a slot. Each unit has one for each program of a part if BATCH_INVARIANT;
     else a program has two, the second for a tile's start. If SHARED and the item has all keys of
-    its tile, it is the number of its first token, those of all levels before its own counted.
+    its tile, it is what whole_rows of portable/decode.py counts before its first token.
     """
     if CONFIG.BATCH_INVARIANT:
         place = unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane
@@ -269,7 +271,7 @@ def state_place(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
         place = 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
     if CONFIG.SHARED:
         if is_whole(item):
-            place = item.level * gl.load(requests.cu_seqlens_q + sizes.batch) + item.q_start
+            place = item.q_start * (1 + LEVELS) + item.level
     return place
 
 
@@ -281,7 +283,7 @@ def partial_rows(place, item, rows, CONFIG: gl.constexpr):
         HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
         if is_whole(item):
             row = item.row_block * CONFIG.TILE_ROWS + rows
-            token = place + row // CONFIG.GROUP
-            rows_out = token.to(gl.int64) * HEADS + item.head * CONFIG.GROUP + row % CONFIG.GROUP
-            rows_out += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
+            first = place.to(gl.int64) * HEADS + item.head * CONFIG.GROUP
+            first += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
+            rows_out = first + row // CONFIG.GROUP * ((1 + LEVELS) * HEADS) + row % CONFIG.GROUP
     return rows_out

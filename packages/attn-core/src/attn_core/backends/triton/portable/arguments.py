@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
+
+# of Spans: groups within groups, the requests of a group may be groups that share more
+LEVELS = tl.constexpr(2)
+
 
 class Queries(NamedTuple):
     """Queries [T, Hq, D], of dual chunk attention [T, 3 · Hq, D]."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.portable.arguments import Keys, Tree
+from attn_core.backends.triton.portable.arguments import LEVELS, Keys, Tree
 from attn_core.backends.triton.portable.common import (
     MASKED_AT_EDGES,
     attention_loop,
@@ -55,11 +55,13 @@ def tile_units_of(work_indptr, seqs, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def whole_rows(programs, tokens, level, token, q_head, BM: tl.constexpr, C: tl.constexpr):
-    """Return where partials lie that are whole for the keys of a span: after those of programs."""
-    heads = C.HEADS * C.GROUP
-    first = programs.to(tl.int64) * (2 * BM) + level.to(tl.int64) * tokens * heads
-    return first + token.to(tl.int64) * heads + q_head
+def whole_rows(programs, level, token, q_head, BM: tl.constexpr, C: tl.constexpr):
+    """Return where partials lie that are whole for the keys of a span: after those of programs.
+
+    Those of a token lie side by side, of what its request reads alone and then of each level.
+    """
+    first = programs.to(tl.int64) * (2 * BM)
+    return first + (token.to(tl.int64) * (1 + LEVELS) + level) * (C.HEADS * C.GROUP) + q_head
 
 
 @triton.jit(do_not_specialize=["batch", "drafts", "table_stride", "window"])
@@ -196,11 +198,7 @@ def decode_splits(
                 p_at = slot.to(tl.int64) * BM + tl.arange(0, BM)
                 if SPLIT.SHARED:
                     if is_complete:
-                        tokens = tl.load(requests.cu_seqlens_q + batch)
-                        p_at = whole_rows(
-                            tl.num_programs(0), tokens, level, tile.token, tile.q_head,
-                            BM, C,
-                        )  # fmt: skip
+                        p_at = whole_rows(tl.num_programs(0), level, tile.token, tile.q_head, BM, C)
                 lse = tl.where(empty, -float("inf"), state.m + tl.log2(safe))
                 p_out = partial.out + p_at[:, None] * C.BDV + dv[None, :]
                 if SPLIT.SHARED:  # a row that is not live has no place of its own

@@ -121,15 +121,13 @@ def store_merged(
 
 @triton.jit
 def merge_alone(
-    out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+    out, partial, sinks, v_scale, rows, low, count, lane,
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the `count` partials of rows where no request is in a group."""
+    """Merge the `count` partials of rows, see find_rows, where no request is in a group."""
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    _, tile_row, _, row_mask, token, head, d = find_rows(
-        cu, b, kv_head, row_block, BM, ROWS, COLUMNS, C
-    )
+    _, tile_row, _, row_mask, token, head, d = rows
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if count > 1:
@@ -146,7 +144,7 @@ def merge_alone(
 
 @triton.jit
 def merge_grouped(
-    out, partial, cu, work_indptr, spans, sinks, v_scale, batch, programs, quota, b, kv_head,
+    out, partial, work_indptr, spans, sinks, v_scale, batch, programs, quota, b, head_turn, rows,
     low, count, lane,
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
@@ -154,13 +152,9 @@ def merge_grouped(
     """Merge the `count` partials of a request alone, and then those of its groups by level."""
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    head_turn = kv_head // SPLIT.HEADS_AT_ONCE
-    query, tile_row, row, row_mask, token, head, d = find_rows(
-        cu, b, kv_head, 0, BM, ROWS, COLUMNS, C
-    )
+    query, tile_row, row, row_mask, token, head, d = rows
     outer = tl.load(spans.group + b)
     inner = tl.load(spans.group + batch + b)
-    tokens = tl.load(cu + batch)
     outer_group = find_group(work_indptr, spans, outer, BM, C)
     inner_group = find_group(work_indptr, spans, inner, BM, C)
     if OVERLAP:
@@ -170,7 +164,7 @@ def merge_grouped(
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        complete_row = whole_rows(programs, tokens, zero, token, head, BM, C)
+        complete_row = whole_rows(programs, zero, token, head, BM, C)
         m, total, acc = add_partials(
             m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
             complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
@@ -183,7 +177,7 @@ def merge_grouped(
                 s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
                 s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                 s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                complete_row = whole_rows(programs, tokens, zero + level, token, head, BM, C)
+                complete_row = whole_rows(programs, zero + level, token, head, BM, C)
                 m, total, acc = add_partials(
                     m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
                     complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
@@ -251,20 +245,21 @@ def merge_splits(
         count = (begin + units - 1) // quota - low + 1
     if BY_CUTS:
         count = tl.where(low == cut, count, 0)  # another one is the tile's first cut
+    rows = find_rows(cu, b, kv_head, row_block, BM, ROWS, COLUMNS, C)
     if SPLIT.SHARED:
         if tl.load(work_indptr + batch) * TURNS == work:
             merge_alone(
-                out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+                out, partial, sinks, v_scale, rows, low, count, lane,
                 BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
             )  # fmt: skip
         else:
             merge_grouped(
-                out, partial, cu, work_indptr, spans, sinks, v_scale, batch, programs, quota, b,
-                kv_head, low, count, lane,
+                out, partial, work_indptr, spans, sinks, v_scale, batch, programs, quota, b,
+                head_turn, rows, low, count, lane,
                 BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
             )  # fmt: skip
     else:
         merge_alone(
-            out, partial, cu, sinks, v_scale, b, kv_head, row_block, low, count, lane,
+            out, partial, sinks, v_scale, rows, low, count, lane,
             BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
         )  # fmt: skip
