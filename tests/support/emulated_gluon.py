@@ -25,6 +25,8 @@ SPARSE = "attn_core.backends.triton.sparse"
 HOPPER = "attn_core.backends.triton.hopper"
 program = threading.local()
 turn = threading.Condition()
+primary_done = threading.Event()  # of the kernel that a programmatic dependent launch waits for
+primary_done.set()
 
 
 class Pointer:
@@ -74,6 +76,12 @@ def gl_atomic_add(ptr, x, sem=None):
     before = gl_load(ptr).clone()
     gl_store(ptr, before + x)
     return before
+
+
+def gl_atomic_xchg(ptr, x, mask=None, sem=None, scope=None):
+    """Store; nobody reads what was there."""
+    _pause()
+    gl_store(ptr, x, mask)
 
 
 def where(condition, a, b):
@@ -180,6 +188,11 @@ def wait(bar, phase):
             raise TimeoutError("a barrier is never complete")
 
 
+def wait_for_primary():
+    if not primary_done.wait(PATIENCE_S):
+        raise TimeoutError("the kernel before this one is never complete")
+
+
 def copy_rows(rows, at, bar, tile):
     first, column = (int(x) for x in at)
     count, width = tile.shape
@@ -225,18 +238,32 @@ def wait_products(count, deps):
 
 
 def own(x):
-    """Return arguments with numbers of their own: `+=` changes a tensor in its place."""
+    """Return arguments with numbers of their own: `+=` changes a tensor in its place.
+
+    What TMA reads, the rows of a matrix, stays where it is.
+    """
     if isinstance(x, torch.Tensor):
-        return x.clone()
+        return x if x.dim() > 1 else x.clone()
     if isinstance(x, tuple):
         return type(x)(*map(own, x)) if hasattr(x, "_fields") else tuple(map(own, x))
     return x
 
 
 def unknown_assembly(assembly, constraints, args, **_):
-    """Return the first argument: no instruction that is written out changes it but products."""
+    """Return the first argument: few instructions that are written out change it.
+
+    Each program is on a processor of its own number.
+    """
     if "mul.f32" in assembly:
         return args[0] * args[1]
+    if "%smid" in assembly:
+        return torch.tensor(program.id[0])
+    if "ld.acquire" in assembly:
+        time.sleep(1e-3)
+        complete, announced = primary_done.is_set(), gl_load(args[0])
+        if complete and not announced:
+            raise TimeoutError("what is waited for is never announced")
+        return announced
     return args[0] if args else None
 
 
@@ -276,7 +303,7 @@ def _language():
         bfloat16=torch.bfloat16, int64=torch.int64, shared_memory_descriptor=object,
         NVMMADistributedLayout=plain, NVMMASharedLayout=shared, BlockedLayout=plain,
         SliceLayout=plain, DotOperandLayout=plain, SwizzledSharedLayout=plain,
-        DistributedLinearLayout=plain, atomic_add=gl_atomic_add,
+        DistributedLinearLayout=plain, atomic_add=gl_atomic_add, atomic_xchg=gl_atomic_xchg,
         arange=lambda a, b, _=None: torch.arange(a, b),
         full=lambda shape, x, dtype, _=None: torch.as_tensor(x).expand(shape).to(dtype).clone(),
         zeros=lambda shape, dtype, _=None: torch.zeros(shape).to(dtype),
@@ -346,6 +373,9 @@ def _modules():
     gluon = SimpleNamespace(jit=jit, constexpr_function=jit, aggregate=lambda x: x, language=gl)
     core = SimpleNamespace(base_value=object, _aggregate=lambda x: x)
     gl.core, gl.math = core, None
+    gl.extra = SimpleNamespace(
+        cuda=SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=wait_for_primary)
+    )
     triton = SimpleNamespace(jit=jit, __version__="3.7.1", language=gl)
     base = "triton.experimental"
     return {
@@ -386,6 +416,29 @@ def _loaded(name, modules):
 def load(name, of=LINEAR):
     """Return a kernels' module, such as "hopper.fused_gdn", over torch tensors."""
     return _loaded(f"{of}.{name}", _modules())
+
+
+def launch_overlapped(primary, secondary):
+    """Run two launches side by side; gdc_wait of the second waits for the end of the first."""
+    failures = []
+
+    def run():
+        try:
+            primary()
+        except Exception as raised:
+            failures.append(raised)
+        finally:
+            primary_done.set()
+
+    primary_done.clear()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        secondary()
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def launch(kernel, programs, *args):

@@ -21,7 +21,7 @@ from attn_core.backends.triton.linear.arguments import (
     Weights,
     Workspace,
 )
-from emulated_gluon import Pointer, Written, launch, load
+from emulated_gluon import Pointer, Written, launch, launch_overlapped, load
 
 HK, HV, DIM = 1, 2, 128
 NUMBERS = Numbers(DIM**-0.5, 1e-6, 0.0)
@@ -72,10 +72,12 @@ def emulate(x, form):
     begins = [0, *itertools.accumulate(x.lens)]
     pieces = [(b + at, min(64, n - at)) for b, n in zip(begins, x.lens, strict=False)
               for at in range(0, n, 64)]  # fmt: skip
+    turn = sorted((i, b) for b, n in enumerate(counts) for i in range(n))
+    firsts = [0, *itertools.accumulate(counts)][:-1]
     chunks = Chunks(
         table(start for start, _ in pieces), table(count for _, count in pieces), table(begins),
-        table([0, *itertools.accumulate(counts)][:-1]),
-        table(sorted(range(len(counts)), key=lambda b: -counts[b])), None,
+        table(firsts), table(sorted(range(len(counts)), key=lambda b: -counts[b])),
+        table(firsts[b] + i for i, b in turn),
     )  # fmt: skip
     constants = Constants(HV, HV // HK, DIM, DIM, False, 1, False, True)
     inputs = Inputs(*map(rows, (x.q, x.k, x.v, *x.gates)))
@@ -88,17 +90,31 @@ def emulate(x, form):
         return out, state
     T = torch.full((len(pieces), HV, 2, 64, 64), math.nan).bfloat16()
     factors, decay = torch.full((len(pieces), HV, 3, 64), math.nan), torch.empty(len(pieces), HV)
-    work = Workspace(*map(Pointer, (T, factors, decay)), *[None] * 3, *[places.read] * 2)
-    prepare = load("hopper.prepare_gdn").prepare_gdn_hopper
-    launch(prepare, len(pieces) * HV, inputs, weights, NUMBERS, chunks, work, constants)
-    args = (inputs, *stored, work)
+    ready, taken = torch.zeros(len(pieces), HV, 2).int(), torch.zeros(1).int()
+    work = Workspace(
+        *map(Pointer, (T, factors, decay)), *[None] * 3, Pointer(ready), Pointer(taken)
+    )
+    prepared, scans = (inputs, weights, NUMBERS, chunks, work), len(x.lens) * HV * 2
+    squares = T.view(-1, 64)
+    maps = [*(y.flatten(1) for y in (x.k, x.q, x.v)), Written(out), squares, squares]
+
+    def scan_alone():
+        kernel, ahead = load("hopper.scan_alone").scan_alone, form == "ahead"
+        launch(kernel, scans, *maps, *stored, work, 3, 3, 2, ahead, constants)
+
+    if form == "ahead":
+        # scans take all processors, so that the first program prepares all chunks
+        kernel, sizes = load("hopper.ahead").prepare_gdn_ahead, (len(pieces), scans, scans)
+        launch_overlapped(lambda: launch(kernel, 9, *prepared, *sizes, 2, constants), scan_alone)
+        assert not ready.any()
+        assert not taken.any()
+        return out, state
+    launch(load("hopper.prepare_gdn").prepare_gdn_hopper, len(pieces) * HV, *prepared, constants)
     if form == "shared":
-        launch(load("hopper.scan").scan_hopper, len(x.lens) * HV, *args, 3, constants)
+        kernel = load("hopper.scan").scan_hopper
+        launch(kernel, len(x.lens) * HV, inputs, *stored, work, 3, constants)
     else:
-        squares = T.view(-1, 64)
-        maps = [*(y.flatten(1) for y in (x.k, x.q, x.v)), Written(out), squares, squares]
-        kernel = load("hopper.scan_alone").scan_alone
-        launch(kernel, len(x.lens) * HV * 2, *maps, *args[1:], 3, 3, 2, False, constants)
+        scan_alone()
     return out, state
 
 
@@ -118,13 +134,13 @@ def test_all_forms_follow_the_recurrence_and_have_the_same_bits(lens, slots):
     assert error(first[read], want[read]) < 5e-3
     assert error(state, after) < 5e-3
     assert first[~read].isnan().all()
-    for form in ("shared", "alone"):
+    for form in ("shared", "alone", "ahead"):
         out, other = emulate(x, form)
         assert torch.equal(out[read], first[read])
         assert torch.equal(other, state)
 
 
-@pytest.mark.parametrize("form", ["fused", "alone"])
+@pytest.mark.parametrize("form", ["fused", "alone", "ahead"])
 @pytest.mark.parametrize("count", [1, 63, 65, 130])
 def test_the_tokens_of_another_request_are_never_read(form, count):
     x = make_prompts((count, 64), (1, -1))
