@@ -55,9 +55,11 @@ class Pointer:
 def gl_load(ptr, mask=None, other=0.0, volatile=False, cache_modifier=""):
     offset = torch.as_tensor(ptr.offset)
     if mask is None:
+        assert (offset >= 0).all(), "a read before a tensor"
         return ptr.flat[offset.long()]
     mask = torch.as_tensor(mask)
     offset, mask = torch.broadcast_tensors(offset, mask)
+    assert (offset[mask] >= 0).all(), "a read before a tensor"
     result = torch.full(offset.shape, float(other)).to(ptr.flat.dtype)
     result[mask] = ptr.flat[offset[mask].long()]
     return result
