@@ -40,7 +40,7 @@ class Case:
     tree: a random tree of drafts for each request, else they are a chain.
     shared: (requests of a group, tokens that they share) of each level, the outermost first; the
     groups lie in those before. sharers: how many requests share, None: all. alone: the KV length
-    of each of the others, None: `length`.
+    of each of the others, None: `length`; only beside sharers, and where no length is drawn.
     """
 
     phase: Phase
@@ -60,6 +60,11 @@ class Case:
     shared: tuple[tuple[int, int], ...] = ()
     sharers: int | None = None
     alone: int | None = None
+
+    def __post_init__(self) -> None:
+        drawn = self.ragged or self.sigma is not None
+        if self.alone is not None and (self.sharers is None or drawn):
+            raise ValueError(f"{self.name}: `alone` needs `sharers` and lengths that are not drawn")
 
     @property
     def name(self) -> str:
@@ -104,9 +109,10 @@ class Case:
             least = self.queries or 1
             return tuple(max(least, int(self.length * min(x, 16.0))) for x in drawn)
         if not self.ragged:
-            others = 0 if self.alone is None else self.batch - (self.sharers or 0)
-            alone = (self.alone or 0,) * others
-            return (self.length,) * (self.batch - others) + alone
+            if self.sharers is None or self.alone is None:
+                return (self.length,) * self.batch
+            others = self.batch - self.sharers
+            return (self.length,) * self.sharers + (self.alone,) * others
         low = max(self.queries or 1, self.length // 8)
         rest = [rng.randint(low, self.length) for _ in range(self.batch - 1)]
         return (self.length, *rest)

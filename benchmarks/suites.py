@@ -164,11 +164,12 @@ def shared() -> tuple[Case, ...]:
         {"batch": 16, "length": 32768 + 1024, "shared": ((16, 32768),)},
         {"batch": 64, "length": 8192 + 512, "shared": ((16, 8192),)},
         {"batch": 64, "length": 8192 + 512, "shared": ((64, 4096), (8, 4096))},
-        {"batch": 64, "length": 8192 + 512, "shared": ((32, 8192),), "sharers": 32, "alone": 8192},
+        {"batch": 64, "length": 8192 + 512, "shared": ((32, 8192),), "sharers": 32},
         {"batch": 64, "length": 8192 + 512, "shared": ((16, 8192),), "sharers": 16},
         {"batch": 64, "length": 2048 + 2048, "shared": ((64, 2048),)},
         {"batch": 64, "length": 8192 + 512},
         {"batch": 16, "length": 1024},
+        {"batch": 64, "length": 8192 + 512, "shared": ((32, 8192),), "sharers": 32, "alone": 8192},
     ]
     cases = []
     for heads, page in itertools.product(((32, 8), (28, 4)), (64, 16)):

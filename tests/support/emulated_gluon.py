@@ -437,8 +437,9 @@ def launch_overlapped(primary, secondary):
     thread.start()
     try:
         secondary()
-    finally:
-        thread.join()
+    except Exception as raised:
+        failures.append(raised)  # what the first launch raised comes before it
+    thread.join()
     if failures:
         raise failures[0]
 

@@ -100,7 +100,7 @@ def row_offsets(x, q_start, head, rows, GROUP: gl.constexpr):
 def lookup_slots(page_table, first_key, seq_len, start, CONFIG: gl.constexpr):
     """Return the slots, page · PAGE + token, of keys start … start + BN: one key a thread.
 
-    Only for pages that load_kv_tile gathers. Keys that are nobody's are then copies of others.
+    Only for pages that gather_kv_tile gathers. Keys that are nobody's are then copies of others.
     """
     if CONFIG.GATHERS:
         BN: gl.constexpr = CONFIG.BN

@@ -219,7 +219,7 @@ def decode_hopper(
 ):
     """Do what decode_splits does, with TILE_ROWS rows a tile and no positions for a tree's windows.
 
-    k_rows, v_rows: the stores as rows of tokens for TMA, [min(max(PAGE, 8), BN), 64] at a time.
+    k_rows, v_rows: the stores as rows of tokens for TMA, [COPY_ROWS, 64] at a time.
     """
     sizes = Sizes(batch, window, drafts, table_stride, 1)
     work = program_work(work_indptr, spans, sizes, CONFIG)

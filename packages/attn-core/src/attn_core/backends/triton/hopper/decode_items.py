@@ -128,10 +128,7 @@ def copy_rows(channel, step, kv_rows, rows, head, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_items(items, keys, values, k_rows, v_rows, requests, work, sizes, CONFIG: gl.constexpr):
-    """Do what load_keys_values does where TMA copies, and hand on each item one item ahead.
-
-    The pages of a block are looked up while the block before it is brought.
-    """
+    """Do what load_keys_values does, and hand on each item one item ahead."""
     step = 0
     iteration = 0
     next_unit = work.start

@@ -263,7 +263,8 @@ def state_place(work, unit, item, CONFIG: gl.constexpr):
 
     It is the number of a slot. Each unit has one for each program of a part if BATCH_INVARIANT;
     else a program has two, the second for a tile's start. If SHARED and the item has all keys of
-    its tile, it is what whole_rows of portable/decode.py counts before its first token.
+    its tile, it is token · (1 + LEVELS) + level of its first token, see whole_rows in
+    portable/decode.py.
     """
     if CONFIG.BATCH_INVARIANT:
         place = unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-# of Spans: groups within groups, the requests of a group may be groups that share more
+# of groups in Spans: a group may hold groups that share more
 LEVELS = tl.constexpr(2)
 
 

@@ -164,7 +164,7 @@ def merge_grouped(
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        complete_row = whole_rows(programs, zero, token, head, BM, C)
+        complete_row = whole_rows(programs, 0, token, head, BM, C)
         m, total, acc = add_partials(
             m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
             complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
@@ -177,7 +177,7 @@ def merge_grouped(
                 s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
                 s_low = (s_begin + SPLIT.TILE_UNITS) // quota
                 s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                complete_row = whole_rows(programs, zero + level, token, head, BM, C)
+                complete_row = whole_rows(programs, level, token, head, BM, C)
                 m, total, acc = add_partials(
                     m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
                     complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
