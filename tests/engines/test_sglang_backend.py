@@ -18,6 +18,7 @@ from engine_passes import (
 from interpreted import interpreted
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sharers import queries_of
 
 N = 5  # drafts of a request
 
@@ -177,7 +178,7 @@ def test_what_requests_share_is_read_once_if_asked(page, asked, monkeypatch):
     assert (split.buffer is not None) == (asked == "1")
     if asked == "1":
         groups = split.work_indptr.diff()[3:] > 0
-        assert split.spans.queries[3:6][groups].tolist() == [3]
+        assert queries_of(split, 3)[groups].tolist() == [3]
 
 
 def test_what_cannot_be_read_once_is_refused(monkeypatch):

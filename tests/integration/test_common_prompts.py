@@ -24,6 +24,7 @@ from attn_core.integrations.transformers.common_prompts import (  # noqa: E402
 )
 from attn_core.selection.result import NoBackendError, Overrides  # noqa: E402
 from interpreted import interpreted  # noqa: E402
+from sharers import queries_of  # noqa: E402
 from tiny_models import TINY  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -74,7 +75,7 @@ def watch(engine: Engine) -> list[tuple[int, list[int]]]:
             split = schedule.split
             if split is not None and split.buffer is not None:
                 units = split.work_indptr.diff()[size:]
-                groups += split.spans.queries[size : 2 * size][units > 0].tolist()
+                groups += queries_of(split, size)[units > 0].tolist()
         passes.append((len(held), groups))
         return metadata
 

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import torch
+from attn_core.backends.triton.portable.arguments import QUERIES
 from attn_core.cache.page_table import slot_table
 from attn_core.ops.kv import read_kv
 from attn_core.runtime.batch import SpecInfo
@@ -79,19 +80,24 @@ def expected_spans(sharers, queries, granule=GRANULE):
 def planned_spans(split, size):
     """Return the spans of groups of a plan, and where the keys of each request alone begin."""
     spans, indptr = split.spans, split.work_indptr.tolist()
-    members = spans.group[: 2 * size].view(2, size)
+    rows, members = spans[: 2 * size, :6].tolist(), spans[:size, 6:].T
     groups = [
         (
-            spans.request[s].item(),
-            int((members[spans.level[s] - 1] == s).sum()),
-            spans.begin[s].item(),
-            spans.end[s].item(),
-            spans.level[s].item(),
+            request,
+            int((members[level - 1] == size + s).sum()),
+            begin,
+            end,
+            level,
         )
-        for s in range(size, 2 * size)
-        if indptr[s + 1] > indptr[s]
+        for s, (request, level, _, _, begin, end) in enumerate(rows[size:])
+        if indptr[size + s + 1] > indptr[size + s]
     ]
-    return groups, spans.begin[:size].tolist()
+    return groups, [begin for *_, begin, _ in rows[:size]]
+
+
+def queries_of(split, size):
+    """Return how many queries the groups of a plan have int32 [size]; of no group is any number."""
+    return split.spans[size : 2 * size, QUERIES.value]
 
 
 def verify(n, trees=None):

@@ -21,6 +21,7 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"parts": 1},
         {"parts": 5},
         {"parts": 60},
+        {"without_keys": True},
         {"tile_units": 2},
         {"tile_units": 2, "parts": 7},
         {"group": 16, "parts": 9},
@@ -53,12 +54,14 @@ def test_equals_float64(more):
 
 def run(
     *, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64, rows=64, batch=6,
-    tree=False, hnd=False, copy_rows=16,
+    tree=False, hnd=False, copy_rows=16, without_keys=False,
 ):  # fmt: skip
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
     tokens = batch * queries
     lengths = [n + queries for n in LENGTHS[:batch]]
+    if without_keys:
+        lengths[-1] = 0
     pages = [-(-n // page) for n in lengths]
     table = torch.zeros(batch, max(pages)).int()
     order = iter((torch.randperm(sum(pages)) + 1).tolist())
@@ -76,16 +79,16 @@ def run(
 
     trees = torch.rand(batch, queries, queries) < 0.5
     trees |= torch.eye(queries).bool()
-    spans = torch.zeros(7, 2 * batch).int()
-    spans[6] = torch.full((2 * batch,), -1)
-    units = []
+    spans, units = [], []  # (request, level, first query, queries, first key, last key + 1)
     for b, n in enumerate(lengths):
-        spans[3, b] = max((g[3] for g in GROUPS if g[0] <= b < g[0] + g[1]), default=0)
-        units.append(-(-n // block) - int(spans[3, b]) // block + tile_units)
-    for i, (first, count, begin, end, level) in enumerate(GROUPS):
-        found = (first, first * queries, count * queries, begin, end, level)
-        spans[:6, batch + i] = torch.tensor(found)
+        begin = max((g[3] for g in GROUPS if g[0] <= b < g[0] + g[1]), default=0)
+        spans.append((b, 0, b * queries, queries, begin, n))
+        units.append(max(1, -(-n // block) - begin // block) + tile_units)
+    for first, count, begin, end, level in GROUPS:
+        spans.append((first, level, first * queries, count * queries, begin, end))
         units.append(-(-count * queries * group // rows) * ((end - begin) // block + tile_units))
+    planned = torch.full((2 * batch, 8), -1).int()
+    planned[: len(spans), :6] = torch.tensor(spans)
     units += [0] * (2 * batch - len(units))
     indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
     turns = HEADS // at_once
@@ -118,7 +121,7 @@ def run(
             Pointer((torch.arange(batch + 1) * queries).int()),
             Pointer(torch.tensor(lengths).int()), Pointer(table),
         ),
-        Pointer(indptr), arguments.Spans(*map(Pointer, spans)), Pointer(trees),
+        Pointer(indptr), Pointer(planned), Pointer(trees),
         torch.tensor(batch), queries, table.stride(0),
         *(rows_of(x) for x in stores), *store_of, Pointer(torch.zeros(1)),
         arguments.Scales(SCALE, 1.0, 1.0), 0, config,
@@ -127,8 +130,9 @@ def run(
     def states(span, token, head, q_head):
         """Yield where the states of a row of a span are; None for its output."""
         own = span < batch
-        row = (token - (span * queries if own else int(spans[1, span]))) * group + q_head
-        blocks = 1 if own else -(-int(spans[2, span]) * group // rows)
+        _, level, first_query, count, begin, _ = spans[span]
+        row = (token - first_query) * group + q_head
+        blocks = 1 if own else -(-count * group // rows)
         of_tile = units[span] // blocks
         at = int(indptr[span]) * turns + head // at_once * units[span] + row // rows * of_tile
         low, high = (at + tile_units) // quota, (at + of_tile - 1) // quota
@@ -136,10 +140,9 @@ def run(
             for p in range(low, high + 1):
                 slot = 2 * (p * at_once + head % at_once) + (p == low)
                 yield slot * rows + row % rows
-        elif own and spans[3, span] == 0:
+        elif own and begin == 0:
             yield None
         else:
-            level = 0 if own else int(spans[5, span])
             whole = (3 * token + level) * HEADS * group + head * group + q_head
             yield programs * 2 * rows + whole
 

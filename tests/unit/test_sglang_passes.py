@@ -368,6 +368,6 @@ def test_requests_that_share_slots_share_a_group(page, monkeypatch):
     sharing = shared.Sharing(64, page, 4)
     shared.fill_spans({}, requests, buffer, torch.zeros(1).int(), launch, sharing)
     spans, units = shared.spans_of(buffer), buffer[0, :9].diff()
-    assert spans.request[4:8][units[4:] > 0].tolist() == [1]
-    assert spans.queries[4:8][units[4:] > 0].tolist() == [3]
-    assert spans.end[4:8][units[4:] > 0].tolist() == [192]
+    [span] = spans[4:8][units[4:] > 0].tolist()
+    # request, level, first query, queries, first key, last key + 1
+    assert span[:6] == [1, 1, 1, 3, 0, 192]

@@ -16,7 +16,15 @@ from attn_core.backends.triton import scheduler
 from attn_core.backends.triton import shared as SHARED
 from attn_core.backends.triton.shared import TILE_UNITS, Sharing, sharing_of
 from attn_core.backends.triton.tuning import Launch
-from sharers import GRANULE, Sharers, expected_spans, planned_spans, random_trees, verify
+from sharers import (
+    GRANULE,
+    Sharers,
+    expected_spans,
+    planned_spans,
+    queries_of,
+    random_trees,
+    verify,
+)
 from triton_passes import DEVICE, make_layer
 
 M = ForwardMode
@@ -296,6 +304,7 @@ def test_a_captured_plan_serves_other_groups():
         ([250, 290, 100, 210], [0, 0, 0, 0]),
         ([290, 300, 128, 200], [0, 9, 0, 5]),
         ([1, 300, 300, 1], [0, 0, 18, 0]),  # padded rows
+        ([0, 300, 300, 0], [0, 0, 18, 0]),  # without keys
     ]:
         other = Sharers(layer, lengths, shared, page=16)
         view.page_table.zero_()
@@ -391,7 +400,7 @@ def test_units_of_work(more):
 def cuts_before_keys(split, size, group, queries):
     """Return how many of a tile's units without keys lie before a cut, of tiles cut there."""
     units = split.work_indptr.diff().tolist()
-    rows = [queries * group] * size + (split.spans.queries[size : 2 * size] * group).tolist()
+    rows = [queries * group] * size + (queries_of(split, size) * group).tolist()
     tiles = [
         -(-r // split.cuts.launch.block_m) if n else 0 for r, n in zip(rows, units, strict=True)
     ]

@@ -161,16 +161,16 @@ class KernelSharedOwnKeysSkipped(Edited):
     """A request of a group begins a block after the keys of its groups."""
 
     kernel = plan_shared._store_requests
-    before = "tl.store(spans.begin + request, begin, mask=ok)"
-    after = "tl.store(spans.begin + request, begin + tl.where(begin > 0, BN, 0), mask=ok)"
+    before = "queries, begin, lengths)"
+    after = "queries, begin + tl.where(begin > 0, BN, 0), lengths)"
 
 
 class KernelSharedMaskedAsOwn(Edited):
     """The last keys of a group are masked for its first queries."""
 
     kernel = decode.decode_splits
-    before = "prefix = length\n"
-    after = "prefix = length - queries\n"
+    before = "tl.where(level > 0, length, length - queries)"
+    after = "length - queries"
 
 
 class KernelSharedRowsOfTheFirst(Edited):

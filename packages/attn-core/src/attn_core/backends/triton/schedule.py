@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from attn_core.backends.triton.kernel import Choice, Part, Pass
-from attn_core.backends.triton.portable.arguments import KeyParts, Partials, Requests, Spans
+from attn_core.backends.triton.portable.arguments import KeyParts, Partials, Requests
 from attn_core.backends.triton.portable.plan_splits import plan_splits
 from attn_core.backends.triton.portable.plan_tiles import order_requests
 from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
@@ -99,8 +99,8 @@ class SplitKV(Part):
         return Partials(self.partial_out, self.partial_lse)
 
     @property
-    def spans(self) -> Spans | Tensor:
-        """The spans as kernels take them; without sharing no kernel reads them."""
+    def spans(self) -> Tensor:
+        """The spans of plan_shared int32 [columns, SPAN]; without sharing no kernel reads them."""
         if self.buffer is None:
             return self.work_indptr
         return spans_of(self.buffer)

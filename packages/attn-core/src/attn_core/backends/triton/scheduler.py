@@ -73,7 +73,7 @@ class Scheduler:
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, aligned alike for every batch size."""
         rows, spans = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
-        columns = -(-(spans + 3) // 4) * 4
+        columns = -(-(spans + 3) // 8) * 8
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attn_core.backends.triton.portable.arguments import Requests, Spans
+from attn_core.backends.triton.portable.arguments import SPAN, Requests
 from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.costs.shared_prefix import (
@@ -22,7 +22,7 @@ from attn_core.runtime.layer import LayerGroup
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
-BUFFER_ROWS = 9  # of a buffer for the plan of a batch: work_indptr, Spans and the shared keys
+BUFFER_ROWS = 10  # of a buffer for the plan of a batch: work_indptr, spans and the shared keys
 
 
 class Sharing(NamedTuple):
@@ -59,9 +59,9 @@ def sharing_of(
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 
-def spans_of(buffer: Tensor) -> Spans:
-    """Return the spans in a buffer int32 [BUFFER_ROWS, columns]."""
-    return Spans(*buffer[1:8])
+def spans_of(buffer: Tensor) -> Tensor:
+    """Return the spans int32 [columns, SPAN] in a buffer int32 [BUFFER_ROWS, columns]."""
+    return buffer[1:9].view(-1, SPAN.value)
 
 
 def fill_spans(

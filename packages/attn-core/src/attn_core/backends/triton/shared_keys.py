@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from attn_core.backends.triton.portable.arguments import LEVELS
+from attn_core.backends.triton.portable.arguments import BEGIN, END, INNER, LEVEL, OUTER
 from attn_core.backends.triton.schedule import Schedule, SplitKV
 from attn_core.backends.triton.shared import spans_of
 from attn_core.costs.shared_prefix import token_values
@@ -62,13 +62,14 @@ def _of_groups(split: SplitKV, size: int) -> Counted:
     assert split.buffer is not None
     buffer = split.buffer.cpu()
     spans, units = spans_of(buffer), buffer[0, : 2 * size + 1].diff()
-    members = spans.group[: LEVELS.value * size].view(LEVELS.value, size)
+    groups = (spans[:size, OUTER.value], spans[:size, INNER.value])
     tokens = read = grouped = 0
     for span in range(size, 2 * size):
         if units[span] <= 0:  # groups come first, then nothing
             break
-        level, keys = int(spans.level[span]), int(spans.end[span] - spans.begin[span])
-        together = int((members[level - 1] == span).sum())
+        level = int(spans[span, LEVEL.value])
+        keys = int(spans[span, END.value] - spans[span, BEGIN.value])
+        together = int((groups[level - 1] == span).sum())
         tokens += together * keys
         read += keys
         grouped += together if level == 1 else 0

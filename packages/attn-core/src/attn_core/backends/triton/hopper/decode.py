@@ -26,14 +26,13 @@ from attn_core.backends.triton.hopper.decode_items import (
     wait_queries,
 )
 from attn_core.backends.triton.hopper.item_channel import new_items, read_item
+from attn_core.backends.triton.hopper.partials import first_row_of, state_place
 from attn_core.backends.triton.hopper.softmax import softmax_step
 from attn_core.backends.triton.hopper.split_kv import (
-    first_row_of,
     launch_dependents,
     next_block,
     program_work,
     split_item,
-    state_place,
 )
 
 
@@ -92,6 +91,8 @@ def attend(
             values.release(step)
             step += 1
             block = next_block(item, block, CONFIG)
+        if item.next_unit >= work.last:
+            launch_dependents()
         place = state_place(work, next_unit, item, CONFIG)
         store_state(acc, m_i, l_i, out, partial, place, item, 0, sinks, scales, CONFIG)
         next_unit = item.next_unit

@@ -18,15 +18,14 @@ from attn_core.backends.triton.hopper.common import (
     row_offsets,
 )
 from attn_core.backends.triton.hopper.item_channel import push_item, read_item
-from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
-from attn_core.backends.triton.hopper.split_kv import (
+from attn_core.backends.triton.hopper.partials import (
     first_row_of,
     is_final,
-    next_block,
     partial_rows,
-    split_item,
     state_place,
 )
+from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
+from attn_core.backends.triton.hopper.split_kv import next_block, split_item
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 

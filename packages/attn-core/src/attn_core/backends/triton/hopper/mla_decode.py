@@ -28,15 +28,13 @@ from attn_core.backends.triton.hopper.mla_latents import (
     load_latents,
 )
 from attn_core.backends.triton.hopper.mla_outputs import store_columns
+from attn_core.backends.triton.hopper.partials import is_final, partial_rows, state_place
 from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
 from attn_core.backends.triton.hopper.split_kv import (
-    is_final,
     launch_dependents,
-    partial_rows,
     prefetch_request,
     program_work,
     split_item,
-    state_place,
 )
 from attn_core.backends.triton.masks import MASK_CAUSAL
 
@@ -255,7 +253,7 @@ def decode_mla_hopper(
     """
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
-    prefetch_request(requests, sizes)
+    prefetch_request(requests, spans, sizes, CONFIG)
     work = program_work(work_indptr, spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty

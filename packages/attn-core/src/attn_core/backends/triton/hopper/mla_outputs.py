@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from attn_core.backends.triton.hopper.common import row_offsets
-from attn_core.backends.triton.hopper.split_kv import is_final, partial_rows, state_place
+from attn_core.backends.triton.hopper.partials import is_final, partial_rows, state_place
 
 
 @gluon.jit

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn_core.backends.triton.portable.arguments import LEVELS
+from attn_core.backends.triton.portable.arguments import (
+    BEGIN,
+    END,
+    LEVEL,
+    QUERIES,
+    REQUEST,
+    SPAN,
+    TOKEN,
+)
 
 
 class Work(NamedTuple):
@@ -82,14 +90,17 @@ def prefetch(ptr):
 
 
 @gluon.jit
-def prefetch_request(requests, sizes):
+def prefetch_request(requests, spans, sizes, CONFIG: gl.constexpr):
     """Prefetch the lengths and pages of what is this program's request if all are as long.
 
     Between two layers the weights of others have passed the caches.
     """
     seq = gl.program_id(0) * sizes.batch // gl.num_programs(0)
-    prefetch(requests.cu_seqlens_q + seq)
-    prefetch(requests.seq_lens + seq)
+    if CONFIG.SHARED:
+        prefetch(spans + seq * SPAN)
+    else:
+        prefetch(requests.cu_seqlens_q + seq)
+        prefetch(requests.seq_lens + seq)
     prefetch(requests.page_table + seq.to(gl.int64) * sizes.table_stride)
 
 
@@ -136,6 +147,13 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def divided(n, divisor):
+    """Return a quotient and its remainder by one division."""
+    quotient = n // divisor
+    return quotient, n - quotient * divisor
+
+
+@gluon.jit
 def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     """Return what lies at a unit of the queue of work, as far as work.end or its tile's end.
 
@@ -149,30 +167,29 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     head = work.lane // CONFIG.ROW_BLOCKS
     start_unit = unit - first_unit * TURNS
     if TURNS > 1:
-        head += start_unit // num_units * CONFIG.HEADS_AT_ONCE
-        start_unit = start_unit % num_units
+        turn, start_unit = divided(start_unit, num_units)
+        head += turn * CONFIG.HEADS_AT_ONCE
     request = seq
     level = 0
     row_block = work.row_block
     first_key = 0
     if CONFIG.SHARED:
-        first_key = gl.load(work.spans.begin + seq)
-        if seq < sizes.batch:
-            q_start = gl.load(requests.cu_seqlens_q + seq)
-            q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
-            seq_len = gl.load(requests.seq_lens + seq)
-            context_len = seq_len - q_len
-        else:
-            request = gl.load(work.spans.request + seq)
-            level = gl.load(work.spans.level + seq)
-            q_start = gl.load(work.spans.token + seq)
-            q_len = gl.load(work.spans.queries + seq)
-            seq_len = gl.load(work.spans.end + seq)
-            context_len = seq_len
-            # of one tile of several
-            num_units = (seq_len - first_key) // CONFIG.BN + CONFIG.TILE_UNITS
-            row_block = start_unit // num_units
-            start_unit = start_unit % num_units
+        span = work.spans + seq * SPAN
+        request = gl.load(span + REQUEST)
+        level = gl.load(span + LEVEL)
+        q_start = gl.load(span + TOKEN)
+        q_len = gl.load(span + QUERIES)
+        first_key = gl.load(span + BEGIN)
+        seq_len = gl.load(span + END)
+        context_len = gl.where(level > 0, seq_len, seq_len - q_len)
+        num_blocks = (seq_len + CONFIG.BN - 1) // CONFIG.BN - first_key // CONFIG.BN
+        num_units = gl.maximum(num_blocks, 1) + CONFIG.TILE_UNITS  # of one tile of several
+        row_block, start_unit = divided(start_unit, num_units)
+        if CONFIG.TILE_ROWS % CONFIG.GROUP == 0:  # a tile begins with a token, as a request does
+            first_query = row_block * (CONFIG.TILE_ROWS // CONFIG.GROUP)
+            q_start = q_start + first_query
+            q_len = q_len - first_query
+            row_block = 0
     else:
         q_start = gl.load(requests.cu_seqlens_q + seq)
         q_len = gl.load(requests.cu_seqlens_q + seq + 1) - q_start
@@ -220,9 +237,8 @@ def rotation_of(start, count, num_units, elapsed, quota):
     """
     is_complete = count == num_units
     # only a program's first item begins within a tile
-    remaining = gl.where(is_complete, 2 * quota - 1 - elapsed, start) % gl.where(
-        is_complete, num_units, quota
-    )
+    before = gl.where(is_complete, 2 * quota - 1 - elapsed, start)
+    _, remaining = divided(before, gl.where(is_complete, num_units, quota))
     rotation = 1 + gl.where(is_complete, remaining, quota - 1 - elapsed - remaining)
     return gl.where(rotation < count, rotation, 0)
 
@@ -234,57 +250,3 @@ def next_block(item, block, CONFIG: gl.constexpr):
     if CONFIG.SHARED:
         block = gl.where(block < item.first_block, block + item.num_blocks, block)
     return block
-
-
-@gluon.jit
-def is_whole(item):
-    """Say whether an item has all keys of its tile."""
-    return item.end_unit - item.start_unit == item.num_units
-
-
-@gluon.jit
-def is_final(item, CONFIG: gl.constexpr):
-    """Say whether an item has all keys of its rows, so that its output is the final one."""
-    final = is_whole(item)
-    if CONFIG.SHARED:
-        final = final & (item.level == 0) & (item.first_key == 0)
-    return final
-
-
-@gluon.jit
-def first_row_of(item, half, CONFIG: gl.constexpr):
-    """Return the first of the 64 rows of an item's tile that a group of warps holds."""
-    return item.row_block * CONFIG.TILE_ROWS + half * 64
-
-
-@gluon.jit
-def state_place(work, unit, item, CONFIG: gl.constexpr):
-    """Return where the partial state lies of an item that begins at a unit, see partial_rows.
-
-    It is the number of a slot. Each unit has one for each program of a part if BATCH_INVARIANT;
-    else a program has two, the second for a tile's start. If SHARED and the item has all keys of
-    its tile, it is token · (1 + LEVELS) + level of its first token, see whole_rows in
-    portable/decode.py.
-    """
-    if CONFIG.BATCH_INVARIANT:
-        place = unit * (CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS) + work.lane
-    else:
-        place = 2 * gl.program_id(0) + (item.start_unit == 0).to(gl.int32)
-    if CONFIG.SHARED:
-        if is_whole(item):
-            place = item.q_start * (1 + LEVELS) + item.level
-    return place
-
-
-@gluon.jit
-def partial_rows(place, item, rows, CONFIG: gl.constexpr):
-    """Return where the partial states of rows of an item's tile lie, see decode_splits."""
-    rows_out = place.to(gl.int64) * CONFIG.TILE_ROWS + rows
-    if CONFIG.SHARED:
-        HEADS: gl.constexpr = CONFIG.HEADS * CONFIG.GROUP
-        if is_whole(item):
-            row = item.row_block * CONFIG.TILE_ROWS + rows
-            first = place.to(gl.int64) * HEADS + item.head * CONFIG.GROUP
-            first += gl.num_programs(0) * (2 * CONFIG.TILE_ROWS)
-            rows_out = first + row // CONFIG.GROUP * ((1 + LEVELS) * HEADS) + row % CONFIG.GROUP
-    return rows_out

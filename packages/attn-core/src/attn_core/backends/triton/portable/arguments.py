@@ -10,8 +10,19 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-# of groups in Spans: a group may hold groups that share more
+# of groups: one may hold groups that share more
 LEVELS = tl.constexpr(2)
+
+# the numbers of a span, see plan_shared
+REQUEST = tl.constexpr(0)
+LEVEL = tl.constexpr(1)
+TOKEN = tl.constexpr(2)
+QUERIES = tl.constexpr(3)
+BEGIN = tl.constexpr(4)
+END = tl.constexpr(5)
+OUTER = tl.constexpr(6)
+INNER = tl.constexpr(7)
+SPAN = tl.constexpr(8)  # how many they are: 32 bytes, which memory brings at once
 
 
 class Queries(NamedTuple):
@@ -75,25 +86,6 @@ class Requests(NamedTuple):
     cu_seqlens_q: Any
     seq_lens: Any
     page_table: Any
-
-
-class Spans(NamedTuple):
-    """Keys that neighbouring requests read: int32 [2 · batch] each, see plan_shared.
-
-    First come the spans of what each request reads alone, from key `begin` on; nothing else is
-    stored of these. Then come those of groups, as many as there are. request: the first one, whose
-    row of the page table has the keys. token, queries: the first query and how many there are.
-    begin, end: keys. level: 1 of a group, 2 of a group within one. group: int32 [2, batch], the
-    spans of the groups of each request at levels 1 and 2, -1 for none.
-    """
-
-    request: Any
-    token: Any
-    queries: Any
-    begin: Any
-    end: Any
-    level: Any
-    group: Any
 
 
 class Tree(NamedTuple):
@@ -162,9 +154,10 @@ class MergeConstants(NamedTuple):
 class Split(NamedTuple):
     """Constants of a split-KV schedule, see plan_splits and decode_splits.
 
-    SHARED: the work is that of Spans. Then ROW_BLOCKS and BLOCKS_PER_UNIT are 1, and nothing is
-    BATCH_INVARIANT. TILE_UNITS come before the keys of each tile in the queue of work, and
-    nobody attends to them: they stand for what a tile takes beside its keys. MIN_UNITS are more.
+    SHARED: the work is that of spans, see plan_shared. Then ROW_BLOCKS and BLOCKS_PER_UNIT are 1,
+    and nothing is BATCH_INVARIANT. TILE_UNITS come before the keys of each tile in the queue of
+    work, and nobody attends to them: they stand for what a tile takes beside its keys. MIN_UNITS
+    are more.
     PLANNED_QUOTA: plan_splits chose the quota of a program and its tile units, for one KV head.
     HEADS_AT_ONCE: KV heads whose programs take the same part of the keys, a divisor of HEADS.
     """

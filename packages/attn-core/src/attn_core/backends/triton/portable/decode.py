@@ -20,7 +20,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.portable.arguments import LEVELS, Keys, Tree
+from attn_core.backends.triton.portable.arguments import (
+    BEGIN,
+    END,
+    LEVEL,
+    LEVELS,
+    QUERIES,
+    REQUEST,
+    SPAN,
+    TOKEN,
+    Keys,
+    Tree,
+)
 from attn_core.backends.triton.portable.common import (
     MASKED_AT_EDGES,
     attention_loop,
@@ -119,23 +130,18 @@ def decode_splits(
             first = 0
             level = 0
             if SPLIT.SHARED:
-                first = tl.load(spans.begin + seq)
-                if seq < batch:
-                    query = tl.load(requests.cu_seqlens_q + seq)
-                    queries = tl.load(requests.cu_seqlens_q + seq + 1) - query
-                    length = tl.load(requests.seq_lens + seq)
-                    prefix = length - queries
-                    row_block = 0
-                else:
-                    b = tl.load(spans.request + seq)
-                    query = tl.load(spans.token + seq)
-                    queries = tl.load(spans.queries + seq)
-                    length = tl.load(spans.end + seq)
-                    level = tl.load(spans.level + seq)
-                    prefix = length
-                    units = (length - first) // BN + SPLIT.TILE_UNITS  # of one tile of several
-                    row_block = unit // units
-                    unit = unit % units
+                span = spans + seq * SPAN
+                b = tl.load(span + REQUEST)
+                level = tl.load(span + LEVEL)
+                query = tl.load(span + TOKEN)
+                queries = tl.load(span + QUERIES)
+                first = tl.load(span + BEGIN)
+                length = tl.load(span + END)
+                prefix = tl.where(level > 0, length, length - queries)
+                blocks = tl.maximum(tl.cdiv(length, BN) - first // BN, 1)
+                units = blocks + SPLIT.TILE_UNITS  # of one tile of several
+                row_block = unit // units
+                unit = unit % units
             else:
                 query = tl.load(requests.cu_seqlens_q + b)
                 queries = tl.load(requests.cu_seqlens_q + b + 1) - query

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_core.backends.triton.portable.arguments import INNER, OUTER, QUERIES, SPAN, TOKEN
 from attn_core.backends.triton.portable.common import finalize
 from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, whole_rows
 
@@ -77,30 +78,29 @@ def find_group(work_indptr, spans, span, BM: tl.constexpr, C: tl.constexpr):
     in_group = span >= 0
     first_unit = tl.load(work_indptr + span, mask=in_group, other=0)
     units = tl.load(work_indptr + span + 1, mask=in_group, other=0) - first_unit
-    tiles = tl.cdiv(tl.load(spans.queries + span, mask=in_group, other=0) * C.GROUP, BM)
-    query = tl.load(spans.token + span, mask=in_group, other=0)
+    numbers = spans + span * SPAN
+    tiles = tl.cdiv(tl.load(numbers + QUERIES, mask=in_group, other=0) * C.GROUP, BM)
+    query = tl.load(numbers + TOKEN, mask=in_group, other=0)
     return first_unit, units, units // tl.maximum(tiles, 1), query
 
 
 @triton.jit
 def find_rows(
-    cu, b, kv_head, row_block, BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    C: tl.constexpr,
+    query, queries, kv_head, row_block, BM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Return which rows and columns of a tile a program merges.
+    """Return which rows and columns of a tile of a request's queries a program merges.
 
     They are the rows' places in the tile, their numbers in the request, which of them there are,
     their tokens and heads; and the columns.
     """
-    query = tl.load(cu + b)
-    queries = tl.load(cu + b + 1) - query
     tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = row_block * BM + tile_row
     row_mask = (tile_row < BM) & (row < queries * C.GROUP)
     token = (query + row // C.GROUP).to(tl.int64)
     head = kv_head * C.GROUP + row % C.GROUP
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    return query, tile_row, row, row_mask, token, head, d
+    return tile_row, row, row_mask, token, head, d
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def merge_alone(
 ):  # fmt: skip
     """Merge the `count` partials of rows, see find_rows, where no request is in a group."""
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    _, tile_row, _, row_mask, token, head, d = rows
+    tile_row, _, row_mask, token, head, d = rows
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     if count > 1:
@@ -144,17 +144,18 @@ def merge_alone(
 
 @triton.jit
 def merge_grouped(
-    out, partial, work_indptr, spans, sinks, v_scale, batch, programs, quota, b, head_turn, rows,
-    low, count, lane,
+    out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, head_turn, rows, low,
+    count, lane,
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Merge the `count` partials of a request alone, and then those of its groups by level."""
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    query, tile_row, row, row_mask, token, head, d = rows
-    outer = tl.load(spans.group + b)
-    inner = tl.load(spans.group + batch + b)
+    tile_row, row, row_mask, token, head, d = rows
+    outer = tl.load(spans + b * SPAN + OUTER)
+    inner = tl.load(spans + b * SPAN + INNER)
+    query = tl.load(spans + b * SPAN + TOKEN)
     outer_group = find_group(work_indptr, spans, outer, BM, C)
     inner_group = find_group(work_indptr, spans, inner, BM, C)
     if OVERLAP:
@@ -210,7 +211,7 @@ def merge_splits(
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
     quota. OVERLAP: the launch begins before the partials are complete, and waits for them
-    (programmatic dependent launch).
+    (programmatic dependent launch). What it loads before that is there by then.
     SHARED: a pass without groups runs merge_alone, which lies first and in one piece. A jump over
     instructions that no cache holds would wait for memory.
     """
@@ -245,7 +246,13 @@ def merge_splits(
         count = (begin + units - 1) // quota - low + 1
     if BY_CUTS:
         count = tl.where(low == cut, count, 0)  # another one is the tile's first cut
-    rows = find_rows(cu, b, kv_head, row_block, BM, ROWS, COLUMNS, C)
+    if SPLIT.SHARED:
+        query = tl.load(spans + b * SPAN + TOKEN)  # decode has read it, and cu it has not
+        queries = tl.load(spans + b * SPAN + QUERIES)
+    else:
+        query = tl.load(cu + b)
+        queries = tl.load(cu + b + 1) - query
+    rows = find_rows(query, queries, kv_head, row_block, BM, ROWS, COLUMNS, C)
     if SPLIT.SHARED:
         if tl.load(work_indptr + batch) * TURNS == work:
             merge_alone(
@@ -254,8 +261,8 @@ def merge_splits(
             )  # fmt: skip
         else:
             merge_grouped(
-                out, partial, work_indptr, spans, sinks, v_scale, batch, programs, quota, b,
-                head_turn, rows, low, count, lane,
+                out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, head_turn,
+                rows, low, count, lane,
                 BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
             )  # fmt: skip
     else:

@@ -8,7 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_core.backends.triton.portable.arguments import Spans
+from attn_core.backends.triton.portable.arguments import (
+    BEGIN,
+    END,
+    INNER,
+    LEVEL,
+    OUTER,
+    QUERIES,
+    REQUEST,
+    SPAN,
+    TOKEN,
+)
 
 NONE = tl.constexpr(1 << 30)  # more granules than any request has
 
@@ -39,8 +49,20 @@ def _join(request, left, right, base):
 
 
 @triton.jit
+def _store_spans(spans, number, mask, request, level, token, queries, begin, end):
+    """Store what spans int32 [BLOCK] have in common, groups and what requests read alone."""
+    span = spans + number * SPAN
+    tl.store(span + REQUEST, request, mask=mask)
+    tl.store(span + LEVEL, level, mask=mask)
+    tl.store(span + TOKEN, token, mask=mask)
+    tl.store(span + QUERIES, queries, mask=mask)
+    tl.store(span + BEGIN, begin, mask=mask)
+    tl.store(span + END, end, mask=mask)
+
+
+@triton.jit
 def _store_requests(
-    work_indptr, spans, request, batch, queries, lengths, begin,
+    work_indptr, spans, request, batch, token, queries, lengths, begin,
     BN: tl.constexpr, TILE_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Store what each request reads alone, from key `begin` on, and return its units of work."""
@@ -49,7 +71,7 @@ def _store_requests(
     units = tl.where(ok & (queries > 0), units, 0)
     tl.store(work_indptr, 0)
     tl.store(work_indptr + 1 + request, tl.cumsum(units, 0), mask=ok)
-    tl.store(spans.begin + request, begin, mask=ok)
+    _store_spans(spans, request, ok, request, request * 0, token, queries, begin, lengths)
     return tl.sum(units, 0)
 
 
@@ -87,13 +109,12 @@ def _store_groups(
     units = tl.cdiv(queries * GROUP, BM) * ((end - begin) * (GRANULE // BN) + TILE_UNITS)
     units = tl.where(is_first, units, 0)
     tl.store(work_indptr + span + 1, work + tl.cumsum(units, 0), mask=is_first)
-    tl.store(spans.request + span, request, mask=is_first)
-    tl.store(spans.token + span, token, mask=is_first)
-    tl.store(spans.queries + span, queries, mask=is_first)
-    tl.store(spans.begin + span, begin * GRANULE, mask=is_first)
-    tl.store(spans.end + span, end * GRANULE, mask=is_first)
-    tl.store(spans.level + span, level + request * 0, mask=is_first)
-    tl.store(spans.group + (level - 1) * batch + request, tl.where(grouped, span, -1), mask=ok)
+    _store_spans(
+        spans, span, is_first, request, level + request * 0, token, queries, begin * GRANULE,
+        end * GRANULE,
+    )  # fmt: skip
+    column = OUTER if level == 1 else INNER
+    tl.store(spans + request * SPAN + column, tl.where(grouped, span, -1), mask=ok)
     return groups + tl.sum(is_first.to(tl.int32), 0), work + tl.sum(units, 0)
 
 
@@ -159,10 +180,15 @@ def plan_shared(
 
     Each program compares the pages of a request and the next one, WIDTH at a time. The last one to
     finish groups them (the intervals of an array of longest common prefixes), and writes the spans
-    and work_indptr int32 [2 · batch + 1], the units before each span: first those of the requests,
-    then those of the groups, then none. A tile has a unit for BN keys, and TILE_UNITS more. Queries
-    come after all shared keys.
+    int32 [2 · batch, SPAN] and work_indptr int32 [2 · batch + 1], the units before each span. First
+    come those of what each request reads alone, then those of the groups, then none. A tile has a
+    unit for BN keys, and TILE_UNITS more. Queries come after all shared keys.
     Where no first pages are equal, the first program does so at once, for requests alone.
+
+    Of a span, REQUEST is the first request, whose row of the page table has the keys; LEVEL is 0 of
+    a request, 1 of a group and 2 of a group within one; TOKEN and QUERIES are the first query and
+    how many there are; BEGIN and END are keys. OUTER and INNER are the groups of a request at
+    levels 1 and 2, -1 for none; they are stored where there are groups.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -179,27 +205,18 @@ def plan_shared(
     is_planner = b == 0
     if not alone:
         is_planner = _compare(
-            cu, lengths, table, buffer + 8 * columns, counter, b, batch, table_stride, GRANULE,
+            cu, lengths, table, buffer + 9 * columns, counter, b, batch, table_stride, GRANULE,
             PAGE, WIDTH,
         )  # fmt: skip
     if is_planner:
-        common = buffer + 8 * columns
-        spans = Spans(
-            buffer + columns,
-            buffer + 2 * columns,
-            buffer + 3 * columns,
-            buffer + 4 * columns,
-            buffer + 5 * columns,
-            buffer + 6 * columns,
-            buffer + 7 * columns,
-        )
+        common = buffer + 9 * columns
+        spans = buffer + columns
         zeros = request * 0
         groups = 0
         if alone:
             work = _store_requests(
-                buffer, spans, request, batch, queries, length, zeros, BN, TILE_UNITS
+                buffer, spans, request, batch, token, queries, length, zeros, BN, TILE_UNITS
             )
-            tl.store(spans.group + request, zeros - 1, mask=ok)
         else:
             right = tl.load(common + request, mask=has_next, other=0, cache_modifier=".cg")
             left = tl.load(
@@ -210,7 +227,7 @@ def plan_shared(
             in_inner, inner_first, inner_last, inner_end = _join(request, left, right, base)
             begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
             work = _store_requests(
-                buffer, spans, request, batch, queries, length, begin, BN, TILE_UNITS
+                buffer, spans, request, batch, token, queries, length, begin, BN, TILE_UNITS
             )
             groups, work = _store_groups(
                 cu, buffer, spans, batch, request, 1, groups, work, in_outer, outer_first,
