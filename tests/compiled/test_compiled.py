@@ -39,7 +39,7 @@ SPILLS |= {("sm120", "select_topk"): 8}  # 16 warps of a row have at most 128 re
 # Faster than in half as many keys a step, which spill nothing: a third, with 16 heads a sixth.
 SPILLS |= {("sm90", "mla-decode-fp8", "decode_splits"): 24}
 SPILLS |= {("sm90", "mla-decode-16-heads-fp8", "decode_splits"): 4}
-# With Triton 3.6 two numbers spill, each once an item; with 3.7 none.
+# Two numbers spill with Triton 3.6 and one with 3.7, each once an item.
 SPILLS |= {("sm90", "verify-shared-56-rows", "decode_hopper"): 4}
 # What differs from pass to pass: no kernel may be compiled anew for it.
 SIZES = {"batch", "drafts", "heads_at_once", "programs", "table_stride", "window"}

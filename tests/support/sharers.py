@@ -82,13 +82,7 @@ def planned_spans(split, size):
     spans, indptr = split.spans, split.work_indptr.tolist()
     rows, members = spans[: 2 * size, :6].tolist(), spans[:size, 6:].T
     groups = [
-        (
-            request,
-            int((members[level - 1] == size + s).sum()),
-            begin,
-            end,
-            level,
-        )
+        (request, int((members[level - 1] == size + s).sum()), begin, end, level)
         for s, (request, level, _, _, begin, end) in enumerate(rows[size:])
         if indptr[size + s + 1] > indptr[size + s]
     ]
@@ -96,7 +90,7 @@ def planned_spans(split, size):
 
 
 def queries_of(split, size):
-    """Return how many queries the groups of a plan have int32 [size]; of no group is any number."""
+    """Return the queries of the groups of a plan int32 [size], behind the last one any number."""
     return split.spans[size : 2 * size, QUERIES.value]
 
 

@@ -103,6 +103,75 @@ def test_equals_float64(group, queries, plan, dense):
         assert bool(out[..., LATENT:].isnan().all())
 
 
+@pytest.mark.parametrize("tile_units", [0, 2])
+@pytest.mark.parametrize("parts", [1, 3, 7, 30])
+def test_requests_that_share_keys(parts, tile_units):
+    """Five requests of 16 heads make two tiles of a group, and each is one of its own."""
+    torch.manual_seed(parts)
+    group, page, shared, lengths = 16, 16, 192, [230, 300, 257, 193, 448]
+    batch, pages = len(lengths), [-(-n // page) for n in lengths]
+    table, order = torch.zeros(batch, max(pages)).int(), (torch.randperm(sum(pages)) + 1).int()
+    for row, own in zip(table, order.split(pages), strict=True):
+        row[: len(own)] = own
+    table[:, : shared // page] = table[0, : shared // page]
+    stored = torch.full((sum(pages) + 1, page, DIM), torch.nan).bfloat16()
+    for row, n in zip(table, lengths, strict=True):
+        at = torch.arange(n)
+        stored[row[at // page].long(), at % page] = torch.randn(n, DIM).bfloat16()
+    q = torch.randn(batch, group, DIM).bfloat16()
+    spans = [(b, 0, b, 1, shared, n) for b, n in enumerate(lengths)]
+    spans.append((0, 1, 0, batch, 0, shared))
+    planned = torch.full((2 * batch, 8), -1).int()
+    planned[: batch + 1, :6] = torch.tensor(spans)
+    units = [-(-n // BLOCK) - shared // BLOCK + tile_units for n in lengths]
+    units += [2 * (shared // BLOCK + tile_units)] + [0] * (batch - 1)
+    indptr = torch.tensor([0, *torch.tensor(units).cumsum(0).tolist()]).int()
+    quota = max(1 + tile_units, -(-sum(units) // parts))
+    places = parts * 2 * 64 + 3 * batch * group
+    partial_out, partial_lse = torch.full((places, LATENT), torch.nan), torch.full((places,), 0.0)
+    out = torch.full((batch, group, LATENT), torch.nan).bfloat16()  # no item is final
+    lse = torch.full((batch, group), torch.nan)
+    kernel = load("mla_decode", HOPPER)
+    arguments = load("arguments", "attn_core.backends.triton.portable")
+    config = load("common", HOPPER).AttentionConfig(
+        HEADS=1, GROUP=group, PAGE=page, HND=False, GATHERS=False, BN=BLOCK, D=DIM,
+        USE_SOFTCAP=False, USE_SINKS=False, MASK=0, WINDOW=False, STAGES=2, INT64_OFFSETS=False,
+        SHARED=True, TILE_UNITS=tile_units, MIN_UNITS=1 + tile_units,
+    )  # fmt: skip
+    launch(
+        kernel.decode_mla_hopper, (parts, 1, 1), q.flatten(0, 1),
+        arguments.Outputs(Pointer(out), Pointer(lse), group * LATENT, LATENT),
+        arguments.Partials(Pointer(partial_out), Pointer(partial_lse)),
+        arguments.Requests(
+            Pointer(torch.arange(batch + 1).int()), Pointer(torch.tensor(lengths).int()),
+            Pointer(table),
+        ),
+        Pointer(indptr), Pointer(planned), torch.tensor(batch), table.shape[1],
+        stored.flatten(0, 1), arguments.Scales(SCALE, 1.0, 1.0), config,
+    )  # fmt: skip
+
+    def states(span, b):
+        """Return where the states of a request's 16 rows in a span lie."""
+        row = 0 if span < batch else b * group
+        of_tile = units[span] if span < batch else units[span] // 2
+        at = int(indptr[span]) + row // 64 * of_tile
+        low, high = (at + tile_units) // quota, (at + of_tile - 1) // quota
+        if low == high:
+            return [parts * 2 * 64 + (3 * b + (span >= batch)) * group]
+        return [(2 * p + (p == low)) * 64 + row % 64 for p in range(low, high + 1)]
+
+    for b, n in enumerate(lengths):
+        at = torch.arange(n)
+        k = stored[table[b][at // page].long(), at % page].double()
+        s = q[b].double() @ k.T * SCALE
+        first = torch.tensor([x for span in (b, batch) for x in states(span, b)])
+        rows = first[:, None] + torch.arange(group)
+        found, found_lse = merged(partial_out, partial_lse, rows)
+        want = s.softmax(-1) @ k[:, :LATENT]
+        assert (found - want).norm() <= 6e-3 * want.norm(), b
+        torch.testing.assert_close(found_lse, s.logsumexp(-1), atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("heads", [24, 80])
 def test_gathered_latents_equal_float64(heads):
     """As sparse MLA launches it: each query is a request, and page tables hold slots."""

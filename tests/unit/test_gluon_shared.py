@@ -25,6 +25,7 @@ GROUPS = ((0, 5, 0, 256, 1), (1, 3, 256, 384, 2))
         {"tile_units": 2},
         {"tile_units": 2, "parts": 7},
         {"group": 16, "parts": 9},
+        {"group": 7, "queries": 9},
         {"at_once": 1},
         {"queries": 5},
         {"page": 1},

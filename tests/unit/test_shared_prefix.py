@@ -278,6 +278,18 @@ def test_a_table_of_other_strides():
     assert planned_spans(attend(sharers), 3)[0] == [(0, 3, 0, 128, 1)]
 
 
+def test_a_request_without_keys():
+    """As rows of a captured pass that nobody uses may be."""
+    sharers = Sharers(make_layer(1, dim=32), [0, 150, 150], [0, 0, 8], page=16)
+    sharers.lengths[0] = 1
+    batch, q = sharers.batch([1, 1, 1], mode=M.DECODE), sharers.draw(3)
+    sharers.lengths[0] = batch.views["full"].seq_lens[0] = 0
+    backend = sharers.backend(shared_prefix=True)
+    plan = backend.init_forward_metadata(batch)
+    got = backend.forward(q, None, None, sharers.layer, sharers.cache, batch, plan, return_lse=True)
+    sharers.check(got, q, [1, 1, 1])
+
+
 def test_any_order_of_the_requests_gives_the_same_answers():
     lengths, shared = CASES["levels"]
     for seed in range(2):

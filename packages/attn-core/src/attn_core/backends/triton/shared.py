@@ -22,7 +22,8 @@ from attn_core.runtime.layer import LayerGroup
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
-BUFFER_ROWS = 10  # of a buffer for the plan of a batch: work_indptr, spans and the shared keys
+# of a buffer for the plan of a batch: work_indptr, spans and the shared keys
+BUFFER_ROWS = 2 + SPAN.value
 
 
 class Sharing(NamedTuple):
@@ -61,7 +62,7 @@ def sharing_of(
 
 def spans_of(buffer: Tensor) -> Tensor:
     """Return the spans int32 [columns, SPAN] in a buffer int32 [BUFFER_ROWS, columns]."""
-    return buffer[1:9].view(-1, SPAN.value)
+    return buffer[1 : 1 + SPAN.value].view(-1, SPAN.value)
 
 
 def fill_spans(

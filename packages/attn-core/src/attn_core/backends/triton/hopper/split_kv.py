@@ -43,10 +43,12 @@ class Work(NamedTuple):
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    request: the one whose pages have the keys. level: of its span. row_block: which TILE_ROWS.
-    context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
-    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys, the
-    first one attended to is begin_block, see next_block. next_unit: of the queue of work.
+    request: the one whose pages have the keys. level: of its span. q_start, q_len: the first query
+    and how many there are, of the span, or from the tile on if SHARED and tiles begin with tokens;
+    row_block is 0 then, else which TILE_ROWS. context_len: keys that every query sees. start_unit …
+    end_unit: of the tile's num_units. first_key: the first that any row sees. first_block …
+    first_block + num_blocks: of keys, the first one attended to is begin_block, see next_block.
+    next_unit: of the queue of work.
     """
 
     seq: Any

@@ -144,18 +144,20 @@ def merge_alone(
 
 @triton.jit
 def merge_grouped(
-    out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, head_turn, rows, low,
-    count, lane,
+    out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, query, head_turn, rows,
+    low, count, lane,
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the `count` partials of a request alone, and then those of its groups by level."""
+    """Merge the `count` partials of a request alone, and then those of its groups by level.
+
+    query: the first one of request b.
+    """
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
     tile_row, row, row_mask, token, head, d = rows
     outer = tl.load(spans + b * SPAN + OUTER)
     inner = tl.load(spans + b * SPAN + INNER)
-    query = tl.load(spans + b * SPAN + TOKEN)
     outer_group = find_group(work_indptr, spans, outer, BM, C)
     inner_group = find_group(work_indptr, spans, inner, BM, C)
     if OVERLAP:
@@ -211,7 +213,7 @@ def merge_splits(
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
     quota. OVERLAP: the launch begins before the partials are complete, and waits for them
-    (programmatic dependent launch). What it loads before that is there by then.
+    (programmatic dependent launch). What it loads before it waits was stored before decode.
     SHARED: a pass without groups runs merge_alone, which lies first and in one piece. A jump over
     instructions that no cache holds would wait for memory.
     """
@@ -247,7 +249,8 @@ def merge_splits(
     if BY_CUTS:
         count = tl.where(low == cut, count, 0)  # another one is the tile's first cut
     if SPLIT.SHARED:
-        query = tl.load(spans + b * SPAN + TOKEN)  # decode has read it, and cu it has not
+        # decode has brought spans into the cache, but not cu
+        query = tl.load(spans + b * SPAN + TOKEN)
         queries = tl.load(spans + b * SPAN + QUERIES)
     else:
         query = tl.load(cu + b)
@@ -261,8 +264,8 @@ def merge_splits(
             )  # fmt: skip
         else:
             merge_grouped(
-                out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, head_turn,
-                rows, low, count, lane,
+                out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, query,
+                head_turn, rows, low, count, lane,
                 BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
             )  # fmt: skip
     else:

@@ -49,9 +49,9 @@ def _join(request, left, right, base):
 
 
 @triton.jit
-def _store_spans(spans, number, mask, request, level, token, queries, begin, end):
-    """Store what spans int32 [BLOCK] have in common, groups and what requests read alone."""
-    span = spans + number * SPAN
+def _store_spans(spans, i, mask, request, level, token, queries, begin, end):
+    """Store the numbers of spans i int32 [BLOCK] that those of requests and of groups both have."""
+    span = spans + i * SPAN
     tl.store(span + REQUEST, request, mask=mask)
     tl.store(span + LEVEL, level, mask=mask)
     tl.store(span + TOKEN, token, mask=mask)
@@ -187,8 +187,9 @@ def plan_shared(
 
     Of a span, REQUEST is the first request, whose row of the page table has the keys; LEVEL is 0 of
     a request, 1 of a group and 2 of a group within one; TOKEN and QUERIES are the first query and
-    how many there are; BEGIN and END are keys. OUTER and INNER are the groups of a request at
-    levels 1 and 2, -1 for none; they are stored where there are groups.
+    how many there are; BEGIN and END are the first key and the one behind the last. OUTER and INNER
+    are the groups of a request at levels 1 and 2, -1 for none; they are stored where there are
+    groups.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -203,13 +204,13 @@ def plan_shared(
     long = length - queries >= GRANULE
     alone = tl.sum((has_next & long & (page == next_page)).to(tl.int32), 0) == 0
     is_planner = b == 0
+    common = buffer + (1 + SPAN) * columns
     if not alone:
         is_planner = _compare(
-            cu, lengths, table, buffer + 9 * columns, counter, b, batch, table_stride, GRANULE,
+            cu, lengths, table, common, counter, b, batch, table_stride, GRANULE,
             PAGE, WIDTH,
         )  # fmt: skip
     if is_planner:
-        common = buffer + 9 * columns
         spans = buffer + columns
         zeros = request * 0
         groups = 0
