@@ -17,6 +17,15 @@ def merged(partial_out, partial_lse, slots):
     return out, (lse.amax(0) + total.log2()) / LOG2E
 
 
+def draw_latents(table, lengths, page, pages):
+    """Return a store of so many pages: NaN but for the keys of requests."""
+    stored = torch.full((pages, page, DIM), torch.nan).bfloat16()
+    for row, n in zip(table, lengths, strict=True):
+        at = torch.arange(n)
+        stored[row[at // page].long(), at % page] = torch.randn(n, DIM).bfloat16()
+    return stored
+
+
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("plan", ["even", "filled", "weighed"])
 @pytest.mark.parametrize(("group", "queries"), [(24, 1), (40, 3)])
@@ -30,10 +39,7 @@ def test_equals_float64(group, queries, plan, dense):
     order = (torch.randperm(sum(pages)) + 1).int()
     for row, count in enumerate(pages):
         table[row, :count], begin = order[begin : begin + count], begin + count
-    stored = torch.full((sum(pages) + 1, page, DIM), torch.nan).bfloat16()
-    for row, n in zip(table, lengths, strict=True):
-        at = torch.arange(n)
-        stored[row[at // page].long(), at % page] = torch.randn(n, DIM).bfloat16()
+    stored = draw_latents(table, lengths, page, sum(pages) + 1)
     tokens = batch * queries
     q = torch.randn(tokens, group, DIM).bfloat16()
     units = [max(1, -(-n // BLOCK)) for n in lengths]
@@ -106,7 +112,7 @@ def test_equals_float64(group, queries, plan, dense):
 @pytest.mark.parametrize("tile_units", [0, 2])
 @pytest.mark.parametrize("parts", [1, 3, 7, 30])
 def test_requests_that_share_keys(parts, tile_units):
-    """Five requests of 16 heads make two tiles of a group, and each is one of its own."""
+    """Five requests of 16 heads: their group is two tiles, and each has one of its own keys."""
     torch.manual_seed(parts)
     group, page, shared, lengths = 16, 16, 192, [230, 300, 257, 193, 448]
     batch, pages = len(lengths), [-(-n // page) for n in lengths]
@@ -114,10 +120,7 @@ def test_requests_that_share_keys(parts, tile_units):
     for row, own in zip(table, order.split(pages), strict=True):
         row[: len(own)] = own
     table[:, : shared // page] = table[0, : shared // page]
-    stored = torch.full((sum(pages) + 1, page, DIM), torch.nan).bfloat16()
-    for row, n in zip(table, lengths, strict=True):
-        at = torch.arange(n)
-        stored[row[at // page].long(), at % page] = torch.randn(n, DIM).bfloat16()
+    stored = draw_latents(table, lengths, page, sum(pages) + 1)
     q = torch.randn(batch, group, DIM).bfloat16()
     spans = [(b, 0, b, 1, shared, n) for b, n in enumerate(lengths)]
     spans.append((0, 1, 0, batch, 0, shared))

@@ -279,7 +279,7 @@ def test_a_table_of_other_strides():
 
 
 def test_a_request_without_keys():
-    """As rows of a captured pass that nobody uses may be."""
+    """Unused rows of a captured pass may have none."""
     sharers = Sharers(make_layer(1, dim=32), [0, 150, 150], [0, 0, 8], page=16)
     sharers.lengths[0] = 1
     batch, q = sharers.batch([1, 1, 1], mode=M.DECODE), sharers.draw(3)

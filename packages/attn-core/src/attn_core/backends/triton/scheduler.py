@@ -71,7 +71,7 @@ class Scheduler:
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
     def buffer(self, requests: int) -> Tensor:
-        """Return rows for the plan of a batch; each begins at a sector of memory, 32 bytes."""
+        """Return rows for the plan of a batch, each aligned to 32 bytes, a sector of memory."""
         rows, spans = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
         columns = -(-(spans + 3) // 8) * 8
         return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)

@@ -91,7 +91,7 @@ def attend(
             values.release(step)
             step += 1
             block = next_block(item, block, CONFIG)
-        if item.next_unit >= work.last:  # at the begin it would slow some shapes down
+        if item.next_unit >= work.last:  # earlier would slow some shapes down
             launch_dependents()
         place = state_place(work, next_unit, item, CONFIG)
         store_state(acc, m_i, l_i, out, partial, place, item, 0, sinks, scales, CONFIG)

@@ -1,7 +1,4 @@
-"""Where Hopper's decode keeps the states of items that lack keys of their rows.
-
-merge_splits merges them; portable/decode.py says where they lie.
-"""
+"""Where Hopper's decode stores the partial states that merge_splits merges."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.

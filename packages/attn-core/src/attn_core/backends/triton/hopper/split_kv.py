@@ -43,12 +43,12 @@ class Work(NamedTuple):
 class SplitItem(NamedTuple):
     """Keys of one tile that a program attends to at a time.
 
-    request: the one whose pages have the keys. level: of its span. q_start, q_len: the first query
-    and how many there are, of the span, or from the tile on if SHARED and tiles begin with tokens;
-    row_block is 0 then, else which TILE_ROWS. context_len: keys that every query sees. start_unit …
-    end_unit: of the tile's num_units. first_key: the first that any row sees. first_block …
-    first_block + num_blocks: of keys, the first one attended to is begin_block, see next_block.
-    next_unit: of the queue of work.
+    request: the one whose pages have the keys. level: of its span. row_block: which TILE_ROWS.
+    q_start, q_len: the first query of the span, and how many it has. If SHARED and GROUP divides
+    TILE_ROWS, they count from the tile's first query instead, and row_block is 0.
+    context_len: keys that every query sees. start_unit … end_unit: of the tile's num_units.
+    first_key: the first that any row sees. first_block … first_block + num_blocks: of keys, the
+    first one attended to is begin_block, see next_block. next_unit: of the queue of work.
     """
 
     seq: Any
@@ -187,7 +187,7 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
         num_blocks = (seq_len + CONFIG.BN - 1) // CONFIG.BN - first_key // CONFIG.BN
         num_units = gl.maximum(num_blocks, 1) + CONFIG.TILE_UNITS  # of one tile of several
         row_block, start_unit = divided(start_unit, num_units)
-        if CONFIG.TILE_ROWS % CONFIG.GROUP == 0:  # a tile begins with a token, as a request does
+        if CONFIG.TILE_ROWS % CONFIG.GROUP == 0:  # less arithmetic for each row, see SplitItem
             first_query = row_block * (CONFIG.TILE_ROWS // CONFIG.GROUP)
             q_start = q_start + first_query
             q_len = q_len - first_query

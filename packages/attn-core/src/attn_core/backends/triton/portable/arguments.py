@@ -13,7 +13,7 @@ import triton.language as tl
 # of groups: one may hold groups that share more
 LEVELS = tl.constexpr(2)
 
-# the numbers of a span, see plan_shared
+# the fields of a span, see plan_shared
 REQUEST = tl.constexpr(0)
 LEVEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)
@@ -22,7 +22,7 @@ BEGIN = tl.constexpr(4)
 END = tl.constexpr(5)
 OUTER = tl.constexpr(6)
 INNER = tl.constexpr(7)
-SPAN = tl.constexpr(8)  # how many they are: 32 bytes, which memory brings at once
+SPAN = tl.constexpr(8)  # how many there are: 32 bytes, a sector of memory
 
 
 class Queries(NamedTuple):

@@ -78,9 +78,9 @@ def find_group(work_indptr, spans, span, BM: tl.constexpr, C: tl.constexpr):
     in_group = span >= 0
     first_unit = tl.load(work_indptr + span, mask=in_group, other=0)
     units = tl.load(work_indptr + span + 1, mask=in_group, other=0) - first_unit
-    numbers = spans + span * SPAN
-    tiles = tl.cdiv(tl.load(numbers + QUERIES, mask=in_group, other=0) * C.GROUP, BM)
-    query = tl.load(numbers + TOKEN, mask=in_group, other=0)
+    fields = spans + span * SPAN
+    tiles = tl.cdiv(tl.load(fields + QUERIES, mask=in_group, other=0) * C.GROUP, BM)
+    query = tl.load(fields + TOKEN, mask=in_group, other=0)
     return first_unit, units, units // tl.maximum(tiles, 1), query
 
 
@@ -213,7 +213,7 @@ def merge_splits(
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
     quota. OVERLAP: the launch begins before the partials are complete, and waits for them
-    (programmatic dependent launch). What it loads before it waits was stored before decode.
+    (programmatic dependent launch). Before the wait it loads only what decode does not store.
     SHARED: a pass without groups runs merge_alone, which lies first and in one piece. A jump over
     instructions that no cache holds would wait for memory.
     """

@@ -50,7 +50,7 @@ def _join(request, left, right, base):
 
 @triton.jit
 def _store_spans(spans, i, mask, request, level, token, queries, begin, end):
-    """Store the numbers of spans i int32 [BLOCK] that those of requests and of groups both have."""
+    """Store the fields of spans i int32 [BLOCK], but for the groups of a request."""
     span = spans + i * SPAN
     tl.store(span + REQUEST, request, mask=mask)
     tl.store(span + LEVEL, level, mask=mask)
@@ -187,9 +187,9 @@ def plan_shared(
 
     Of a span, REQUEST is the first request, whose row of the page table has the keys; LEVEL is 0 of
     a request, 1 of a group and 2 of a group within one; TOKEN and QUERIES are the first query and
-    how many there are; BEGIN and END are the first key and the one behind the last. OUTER and INNER
-    are the groups of a request at levels 1 and 2, -1 for none; they are stored where there are
-    groups.
+    how many there are; BEGIN and END are the first key and the one after the last. OUTER and INNER
+    are the groups of a request at levels 1 and 2, -1 for none. Nothing stores or reads them if the
+    pass has no groups.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -207,9 +207,8 @@ def plan_shared(
     common = buffer + (1 + SPAN) * columns
     if not alone:
         is_planner = _compare(
-            cu, lengths, table, common, counter, b, batch, table_stride, GRANULE,
-            PAGE, WIDTH,
-        )  # fmt: skip
+            cu, lengths, table, common, counter, b, batch, table_stride, GRANULE, PAGE, WIDTH
+        )
     if is_planner:
         spans = buffer + columns
         zeros = request * 0
