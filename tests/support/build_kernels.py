@@ -31,6 +31,8 @@ PRODUCTS = re.compile(
 )
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
+BESIDE = re.compile(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", re.DOTALL)
+
 
 def target_of(arch):
     """Return Triton's target of "sm90" or "gfx942"."""
@@ -96,9 +98,10 @@ def facts(kernel):
     """Return shared memory in bytes, the registers of a thread, its spills, matrix instructions.
 
     A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
-    serialized: products of warp groups wait one for the other, for want of registers.
+    serialized: products of warp groups wait one for the other, for want of registers. maxima: how
+    many stand between the wait for all products but one and the wait for this one, each time.
     """
-    text, serialized = kernel.asm.get("amdgcn"), False
+    text, serialized, maxima = kernel.asm.get("amdgcn"), False, []
     if text is not None:
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
         [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -108,6 +111,7 @@ def facts(kernel):
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
         products, waits = (len(re.findall(x, text)) for x in ("[HQ]GMMA", "WARPGROUP.DEPBAR"))
         serialized = 2 * waits > products
+        maxima = [len(re.findall(r"\bFMNMX\b", x)) for x in BESIDE.findall(text)]
     assembly = kernel.asm.get("amdgcn") or kernel.asm["ptx"]
     shared = kernel.metadata.shared
     return {
@@ -115,6 +119,7 @@ def facts(kernel):
         "registers": int(registers),
         "spills": int(spills),
         "serialized": serialized,
+        "maxima": maxima,
         "products": sorted({*PRODUCTS.findall(assembly)}),
     }
 

@@ -1,9 +1,14 @@
-"""Find what a compiled kernel writes to shared memory that a product in flight still reads.
+"""Find what a compiled kernel overwrites in shared memory while it is still read.
 
 Triton lets a buffer's bytes go to another one behind its last use, and the last use of a factor of
 an asynchronous product is where the product begins. What is written between there and the wait, or
-behind the wait without a barrier of all warps, may be read by the product. `findings` reads a
-kernel in Triton's GPU dialect and reports such writes.
+behind the wait without a barrier of all warps, may be read by the product.
+
+A thread's load from a buffer that TMA fills may still be queued when its warp arrives at a barrier,
+and what waits there may let TMA fill the buffer anew. A fence between the two waits for the load;
+so does an operation with an effect that needs what was loaded.
+
+`findings` reads a kernel in Triton's GPU dialect and reports such writes, and such arrivals.
 """
 
 import math
@@ -13,6 +18,8 @@ from dataclasses import dataclass, field
 
 from triton._C.libtriton import ir, nvidia, passes
 
+REGIONS = ("scf.for", "scf.while", "scf.if")
+NEEDS = ("local_store", "tt.store", "warp_group_dot ")  # their values are there when they begin
 ALIASES = ("memdesc_index", "memdesc_subslice", "memdesc_trans", "memdesc_reinterpret")
 TYPE = re.compile(r"<((?:\d+x)+)(!?[\w.]+)")
 NAME = re.compile(r"%[\w-]+(?:#\d+)?")
@@ -68,19 +75,51 @@ class Read:
     synced: bool = False
 
 
+@dataclass(frozen=True)
+class Load:
+    """A load of threads from a buffer."""
+
+    line: str
+    buffer: str
+
+
 @dataclass
 class Walk:
-    """The state of a walk through the operations of one partition of a kernel, in their order."""
+    """The state of a walk through the operations of one partition of a kernel, in their order.
+
+    filled: the buffers that TMA fills. made_of: the loads that a value was computed from. queued:
+    loads that nothing has waited for. arrivals: each with a load that is queued there.
+    """
 
     buffers: dict[str, tuple[str, int, int]]
     reads: list[list[Read]] = field(default_factory=list)
     found: set[str] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+    made_of: dict[str, set[Load]] = field(default_factory=dict)
+    queued: set[Load] = field(default_factory=set)
+    arrivals: set[tuple[str, Load]] = field(default_factory=set)
 
     def write(self, line, buffer, first, end):
         for read in (r for group in self.reads for r in group):
             overlaps = first < read.end and read.first < end
             if overlaps and buffer != read.buffer and not read.synced:
                 self.found.add(f"{line.strip()[:120]}\n  is read by {read.line.strip()[:120]}")
+
+    def follow(self, line, names):
+        """Follow what is computed from loads, up to what waits for them."""
+        sources = set().union(*(self.made_of.get(x.split("#")[0], ()) for x in names))
+        if "local_load" in line and names[1] in self.buffers:
+            sources = {Load(line, self.buffers[names[1]][0])}
+            self.queued = self.queued | sources
+        elif "fence_async_shared" in line:
+            self.queued = set()
+        elif "allocation.offset" in line or any(x in line for x in NEEDS):
+            self.queued = self.queued - sources
+        elif "arrive_barrier" in line:
+            self.arrivals |= {(line, load) for load in self.queued}
+            self.queued = set()  # one finding a load is enough
+        if line.lstrip().startswith("%"):
+            self.made_of |= dict.fromkeys(NAME.findall(line.split(" = ")[0]), sources)
 
     def step(self, line):
         """Follow one operation."""
@@ -90,6 +129,7 @@ class Walk:
             first = int(place[1])
             self.buffers[names[0]] = (names[0], first, first + size_of(line.split("->")[1]))
             return
+        self.follow(line, names)
         if place:  # scratch of the operation, and a barrier between its stores and its loads
             first = int(place[1])
             self.write(line, None, first, first + size_of(line.split(" : ")[-1]))
@@ -99,7 +139,9 @@ class Walk:
         elif "local_store" in line or "async_copy_global_to_local" in line:
             self.write(line, *self.buffers[next(x for x in reversed(names) if x in self.buffers)])
         elif "async_tma_copy_global_to_local" in line:
-            self.write(line, *self.buffers[next(x for x in names if x in self.buffers)])
+            buffer = self.buffers[next(x for x in names if x in self.buffers)]
+            self.filled.add(buffer[0])
+            self.write(line, *buffer)
         elif "warp_group_dot_wait" in line:
             pending = int(re.search(r"pendings = (\d+)", line)[1])
             for group in self.reads[: len(self.reads) - pending]:
@@ -121,24 +163,31 @@ class Walk:
 
 
 def end_of(lines, start):
-    """Return the line that closes the region which a line opens."""
+    """Return the line that closes the region which a line opens; behind the last where none does.
+
+    That is a region around the partitions, which are walked apart.
+    """
     depth = 0
     for i in range(start, len(lines)):
         depth += lines[i].count("{") - lines[i].count("}")
         if depth <= 0 and i > start:
             return i
-    raise ValueError(f"no end of {lines[start]}")
+    return len(lines)
 
 
 def walk(lines, state):
-    """Walk through operations; a loop's body twice, so that its end meets its beginning."""
+    """Walk through operations; a loop's body twice, so that its end meets its beginning.
+
+    What is in a region may not run: no load has been waited for there.
+    """
     i = 0
     while i < len(lines):
         line = lines[i]
-        if "scf.for" in line or "scf.while" in line:
-            end = end_of(lines, i)
-            for _ in range(2):
+        if any(x in line for x in REGIONS):
+            end, before = end_of(lines, i), state.queued
+            for _ in range(1 if "scf.if" in line else 2):
                 walk(lines[i + 1 : end], state)
+            state.queued = state.queued | before
             i = end
         else:
             if line.strip():
@@ -147,11 +196,12 @@ def walk(lines, state):
 
 
 def findings(ttgir):
-    """Return a text for each write that a product in flight may read."""
-    if "isAsync = true" not in ttgir:
+    """Return a text for each write or arrival behind which something read may be overwritten."""
+    if "isAsync = true" not in ttgir and "async_tma_copy_global_to_local" not in ttgir:
         return []
     lines = allocated(ttgir).splitlines()
-    state, result, i, main = Walk({}), set(), 0, []
+    state, i, main = Walk({}), 0, []
+    walks = [state]
     while i < len(lines):
         captured = re.search(r"ttg\.warp_specialize\((.*?)\)", lines[i])
         partition = re.match(r"\s*(?:default|partition\d+\((.*?)\) num_warps)", lines[i])
@@ -164,12 +214,16 @@ def findings(ttgir):
             for name, outer in zip(NAME.findall(partition[1] or ""), names, strict=False):
                 if outer in state.buffers:
                     inside[name] = state.buffers[outer]
-            part = Walk(inside)
-            walk(lines[i + 1 : end], part)
-            result |= part.found
+            walks.append(Walk(inside))
+            walk(lines[i + 1 : end], walks[-1])
             i = end
         else:
             main.append(lines[i])
         i += 1
     walk(main, state)
-    return sorted(result | state.found)
+    filled = set().union(*(part.filled for part in walks))
+    result = set().union(*(part.found for part in walks))
+    for line, load in set().union(*(part.arrivals for part in walks)):
+        if load.buffer in filled:
+            result.add(f"{line.strip()[:120]}\n  may come before {load.line.strip()[:120]}")
+    return sorted(result)

@@ -102,6 +102,7 @@ def attend_high(
         stage = latents.stage(step)
         q_low = tile.low.index(stage).load(Q)
         q_middle = tile.middle.index(stage).load(Q)
+        hopper.fence_async_shared()  # TMA writes there next
         latents.release(step)
         alphas.fill(step)  # the other group counts this step, too
         step += 1

@@ -125,23 +125,22 @@ def score_rows(
             key_tile = k_tile.load(K)
             out = scores + start.to(gl.int64) * row_stride
             queries.wait_full(step)
-            w = w_vectors.index(queries.stage(step)).load(W)
             heads = queries.tile.index(queries.stage(step)).permute((1, 0))
             products = gl.maximum(hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False), 0.0)
-            queries.release(step)
             for r in range(start + 1, stop):
-                step += 1
-                queries.wait_full(step)
-                heads = queries.tile.index(queries.stage(step)).permute((1, 0))
+                queries.wait_full(step + 1)
+                heads = queries.tile.index(queries.stage(step + 1)).permute((1, 0))
                 coming = hopper.warpgroup_mma(key_tile, heads, zeros, use_acc=False, is_async=True)
-                next_w = w_vectors.index(queries.stage(step)).load(W)
+                w = w_vectors.index(queries.stage(step)).load(W)
                 store_scores(products, w, scale, out, position, r - 1, end, length)
                 # into registers of their own: the next products come while these are added up
                 products = gl.maximum(hopper.warpgroup_mma_wait(0, deps=[coming]), 0.0)
-                queries.release(step)
-                w = next_w
+                queries.release(step)  # the scores that are stored needed all of its weights
+                step += 1
                 out += row_stride
+            w = w_vectors.index(queries.stage(step)).load(W)
             store_scores(products, w, scale, out, position, stop - 1, end, length)
+            queries.release(step)
             step += 1
         row = stop
 
