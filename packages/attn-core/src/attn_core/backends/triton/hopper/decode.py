@@ -26,6 +26,15 @@ from attn_core.backends.triton.hopper.decode_items import (
     wait_queries,
 )
 from attn_core.backends.triton.hopper.item_channel import new_items, read_item
+from attn_core.backends.triton.hopper.online_softmax import (
+    exp_and_sum,
+    finish_product,
+    no_sums,
+    online_softmax,
+    rescale,
+    row_sums,
+    update_max,
+)
 from attn_core.backends.triton.hopper.partials import first_row_of, state_place
 from attn_core.backends.triton.hopper.softmax import softmax_step
 from attn_core.backends.triton.hopper.split_kv import (
@@ -144,7 +153,7 @@ def attend_half(
             q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
             mask = item_mask(item, HALF, tree_mask, sizes, CONFIG)
             m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-            l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+            l_i = no_sums(S, CONFIG)
             acc = gl.full([64, D], 0.0, gl.float32, O)
             block = item.begin_block
             start = block * BN
@@ -152,7 +161,7 @@ def attend_half(
             k_tile = keys.tile.index(keys.stage(step)).permute((1, 0))
             s = hopper.warpgroup_mma(q_tile, k_tile, zeros, use_acc=False)
             keys.release(step)
-            p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+            p, m_i, l_i, alpha = online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
             weights = gl.convert_layout(p.to(values.tile.dtype), P)
             for _ in range(1, item.num_blocks):
                 v_stage = values.stage(step)
@@ -169,10 +178,11 @@ def attend_half(
                 )  # fmt: skip
                 s = hopper.warpgroup_mma_wait(1, deps=[next_s])
                 keys.release(step + 1)
-                p, m_i, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
-                acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
-                values.release(step)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
+                acc = finish_product(next_acc, weights, values, step, step)  # its place is wanted
+                p, l_i, alpha = exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG)
+                m_i = m_new
+                acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], CONFIG)
                 weights = gl.convert_layout(p.to(values.tile.dtype), P)
                 step += 1
             v_stage = values.stage(step)
@@ -181,6 +191,7 @@ def attend_half(
             acc = hopper.warpgroup_mma(weights, values.tile.index(v_stage), acc)
             values.release(step)
             step += 1
+            l_i = row_sums(l_i, m_i, CONFIG)
             item, place = read_item(items, iteration, 4)  # again: few registers are left
             begin_following(items, iteration, item, last_unit, q, q_tiles, HALF, CONFIG)
             store_state(acc, m_i, l_i, out, partial, place, item, HALF, sinks, scales, CONFIG)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from attn_core.backends.triton.hopper.softmax import softmax_step, visible_scores
+from attn_core.backends.triton.hopper.softmax import visible_scores
 
 GROWTH = gl.constexpr(8.0)  # powers of two
 
@@ -38,28 +39,62 @@ def row_sums(l_i, m_i, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr):
-    """Return p of the scores of keys start … start + BN, the new m_i and l_i, and alpha.
+def update_max(s, start, q_idx, m_i, mask, scales, CONFIG: gl.constexpr):
+    """Return the scores of keys start … start + BN, -inf where hidden, their scale and the new m_i.
 
     m_i: what p is relative to, a maximum of the keys before. It grows by GROWTH or not at all, so
     that most blocks leave the old sums as they are, as in FlashAttention-4; p is at most 2^GROWTH.
-    l_i [64, 4]: what each of four threads has summed of a row. alpha: by what the old sums shrink.
-    q_idx: the query of each row.
+    q_idx: the query of each row. The scale, of base 2, is not applied yet.
     """
+    s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
+    highest = gl.max(s, 1) * log2_scale
     if CONFIG.SELDOM:
-        s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
-        highest = gl.max(s, 1) * log2_scale
         m_new = gl.where(highest > m_i + GROWTH, highest, m_i)
-        m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * log2_scale - m_base[:, None])
-        alpha = gl.exp2(m_i - m_base)
+    else:
+        m_new = gl.maximum(m_i, highest)
+    return s, log2_scale, m_new
+
+
+@gluon.jit
+def exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG: gl.constexpr):
+    """Return p of the scores that update_max returned, the new l_i, and alpha.
+
+    l_i [64, 4], see no_sums: what each of four threads has summed of a row. alpha: by what the old
+    sums shrink.
+    """
+    m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * log2_scale - m_base[:, None])
+    alpha = gl.exp2(m_i - m_base)
+    if CONFIG.SELDOM:
         sums = gl.sum(gl.sum(gl.reshape(p, [64, CONFIG.BN // 8, 4, 2]), 3), 1)
         l_i = gl.convert_layout(l_i, sums.type.layout)
         shrink = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
         l_i = l_i * shrink + sums
     else:
-        p, m_new, l_i, alpha = softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
+        l_i = l_i * alpha + gl.sum(p, 1)
+    return p, l_i, alpha
+
+
+@gluon.jit
+def online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr):
+    """Return p of the scores of keys start … start + BN, the new m_i and l_i, and alpha."""
+    s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
+    p, l_i, alpha = exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG)
     return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def finish_product(product, weights, values, step, there):
+    """Wait for the product of weights with the values of a step, release these, return the sums.
+
+    What stands before the call runs beside the product. It would not without the wait for the
+    values of step `there`, which have come by now or soon will: ptxas moves the wait for a product
+    as far ahead as it can, but not past a loop.
+    """
+    values.wait_full(there)
+    acc, _ = hopper.warpgroup_mma_wait(0, deps=[product, weights])
+    values.release(step)
+    return acc
 
 
 @gluon.constexpr_function

@@ -25,10 +25,13 @@ from attn_core.backends.triton.hopper.common import (
     zero_tail,
 )
 from attn_core.backends.triton.hopper.online_softmax import (
+    exp_and_sum,
+    finish_product,
     no_sums,
     online_softmax,
     rescale,
     row_sums,
+    update_max,
 )
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output, store_part
 from attn_core.backends.triton.hopper.tile_queue import (
@@ -132,27 +135,20 @@ def finish(acc, m_i, l_i, out, sinks, scales, tile, first_row, CONFIG: gl.conste
 
 @gluon.jit
 def attend(
-    queue,
-    q_tiles,
-    keys,
-    values,
-    q,
-    out,
-    requests,
-    cuts,
-    sinks,
-    scales,
-    sizes,
-    HALF: gl.constexpr,
-    CONFIG: gl.constexpr,
-):
-    """Attend with rows 64 · HALF … of each tile."""
+    queue, q_tiles, keys, values, q, out, requests, cuts, sinks, scales, sizes,
+    HALF: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Attend with rows 64 · HALF … of each tile.
+
+    Where small pages come slowly, the place of values is given back before the exponentials.
+    """
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D
     GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    SLOW_COPIES: gl.constexpr = CONFIG.GATHERS or (0 < CONFIG.PAGE < 64 and D > 64)
     q_tile = q_tiles.index(HALF)
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
@@ -203,9 +199,13 @@ def attend(
             s = hopper.warpgroup_mma_wait(1, deps=[next_s])
             keys.release(step)
             start = (tile.first_block + tile.num_blocks - 1 - i) * BN
-            p, m_i, l_i, alpha = online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG)
-            acc, _ = hopper.warpgroup_mma_wait(0, deps=[next_acc, weights])
-            values.release(v_step)
+            s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
+            if SLOW_COPIES:
+                acc = finish_product(next_acc, weights, values, v_step, v_step)
+            p, l_i, alpha = exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG)
+            m_i = m_new
+            if not SLOW_COPIES:
+                acc = finish_product(next_acc, weights, values, v_step, step)
             acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], CONFIG)
             weights = gl.convert_layout(p.to(values.tile.dtype), P)
 

@@ -52,7 +52,7 @@ def visible_scores(
 ):  # fmt: skip
     """Return the scores of keys start … start + BN, -inf where hidden, and their scale of base 2.
 
-    q_idx: the query of each row. SCALE_AFTER_MAX: the scale is not applied yet.
+    q_idx: the query of each row. SCALE_AFTER_MAX: the scale is not applied yet; else it is 1 now.
     """
     BN: gl.constexpr = CONFIG.BN
     log2_scale = scales.qk * LOG2E
@@ -61,6 +61,7 @@ def visible_scores(
         log2_scale = scales.cap * LOG2E
     if not SCALE_AFTER_MAX:
         s = s * log2_scale
+        log2_scale = 1.0
     if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
         j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
         end = mask.seq_len + 0 * q_idx  # of each row: one comparison a score
@@ -101,14 +102,9 @@ def softmax_step(
     s, log2_scale = visible_scores(
         s, start, q_idx, mask, scales, CONFIG, SCALE_AFTER_MAX=SCALE_AFTER_MAX
     )
-    if SCALE_AFTER_MAX:
-        m_new = gl.maximum(m_i, gl.max(s, 1) * log2_scale)
-        m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s * log2_scale - m_base[:, None])
-    else:
-        m_new = gl.maximum(m_i, gl.max(s, 1))
-        m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(s - m_base[:, None])
+    m_new = gl.maximum(m_i, gl.max(s, 1) * log2_scale)
+    m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(s * log2_scale - m_base[:, None])
     alpha = gl.exp2(m_i - m_base)
     return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
