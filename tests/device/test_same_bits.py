@@ -1,4 +1,4 @@
-"""A pass has the same bits each time: what is read before it is there, or after, comes by chance.
+"""A pass has the same bits each time: what is read too early or too late differs by chance.
 
 Run: `pytest tests/device/test_same_bits.py`.
 """
@@ -30,6 +30,7 @@ CASES = (
     Case(**TREES, shared=((64, 2048),)),
     Case(**TREES, shared=((64, 2048),), q_heads=28, kv_heads=4, page_size=16),
     Case(phase="prefill", batch=4, length=2048, queries=None, ragged=True),
+    Case(phase="prefill", batch=4, length=2048, queries=None, ragged=True, page_size=16),
     Case(phase="prefill", batch=4, length=2048, queries=None, head_dim=256, v_head_dim=256),
     Case(phase="extend", batch=8, length=4096, queries=300, page_size=1),
 )

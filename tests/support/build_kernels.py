@@ -29,9 +29,9 @@ from triton.runtime.jit import JITFunction
 PRODUCTS = re.compile(
     r"tcgen05\.mma|wgmma\.mma_async|mma\.sync\.aligned\.m\d+n\d+k\d+|v_mfma_f32_\d+x\d+x\d+"
 )
-CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
+# between the wait for all products but one and the wait for that one
 BESIDE = re.compile(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", re.DOTALL)
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def target_of(arch):
@@ -98,10 +98,10 @@ def facts(kernel):
     """Return shared memory in bytes, the registers of a thread, its spills, matrix instructions.
 
     A spill of an NVIDIA kernel is an instruction: a stack alone may be that of a called division.
-    serialized: products of warp groups wait one for the other, for want of registers. maxima: how
-    many stand between the wait for all products but one and the wait for this one, each time.
+    serialized: products of warp groups wait one for the other, for want of registers. beside: how
+    many maxima and exponentials run beside a product, in each loop that has one under way.
     """
-    text, serialized, maxima = kernel.asm.get("amdgcn"), False, []
+    text, serialized, beside = kernel.asm.get("amdgcn"), False, []
     if text is not None:
         [registers] = re.findall(r"\.vgpr_count:\s+(\d+)", text)
         [spills] = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
@@ -111,7 +111,7 @@ def facts(kernel):
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
         products, waits = (len(re.findall(x, text)) for x in ("[HQ]GMMA", "WARPGROUP.DEPBAR"))
         serialized = 2 * waits > products
-        maxima = [len(re.findall(r"\bFMNMX\b", x)) for x in BESIDE.findall(text)]
+        beside = [[x.count(name) for name in ("FMNMX", "MUFU.EX2")] for x in BESIDE.findall(text)]
     assembly = kernel.asm.get("amdgcn") or kernel.asm["ptx"]
     shared = kernel.metadata.shared
     return {
@@ -119,7 +119,7 @@ def facts(kernel):
         "registers": int(registers),
         "spills": int(spills),
         "serialized": serialized,
-        "maxima": maxima,
+        "beside": beside,
         "products": sorted({*PRODUCTS.findall(assembly)}),
     }
 

@@ -287,6 +287,7 @@ MORE: dict[str, Site] = {
     "extend-fp32": Site(case=extend(), dtype="fp32"),
     "extend-fp8": Site(case=extend(kv_dtype="fp8_e4m3", k_scale=0.5)),
     "extend-256": Site(case=extend(dims=(256, 256), heads=(8, 4), logit_cap=50.0)),
+    "extend-page-16": Site(case=extend(), page_size=16),
     "extend-256-cut": Site(case=extend(dims=(256, 256), heads=(16, 2), logit_cap=50.0)),
     "decode-dual-chunk": Site(case=decode(dual_chunk=QWEN_1M)),
     "extend-dual-chunk": Site(case=extend(dual_chunk=QWEN_1M)),

@@ -6,7 +6,7 @@ behind the wait without a barrier of all warps, may be read by the product.
 
 A thread's load from a buffer that TMA fills may still be queued when its warp arrives at a barrier,
 and what waits there may let TMA fill the buffer anew. A fence between the two waits for the load;
-so does an operation with an effect that needs what was loaded.
+so does a store or a product of what was loaded.
 
 `findings` reads a kernel in Triton's GPU dialect and reports such writes, and such arrivals.
 """

@@ -43,8 +43,8 @@ class AttentionConfig(NamedTuple):
     BATCH_INVARIANT, whether each unit has a state of its own; MIN_UNITS of a program; SHARED,
     whether requests read keys together; TILE_UNITS, PLANNED_QUOTA and HEADS_AT_ONCE, see Split;
     TILE_ROWS, 128 where two groups of warps share a tile. COPY_ROWS: keys that TMA copies at a time
-    at most. CUT_TILES: whether keys of tiles of prompts may be cut. SELDOM: whether their old sums
-    seldom shrink.
+    at most. CUT_TILES: whether keys of tiles of prompts may be cut. SELDOM: whether old sums seldom
+    shrink, in prompts and in tiles of 128 rows.
     """
 
     HEADS: int

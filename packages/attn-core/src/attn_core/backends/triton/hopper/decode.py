@@ -179,7 +179,8 @@ def attend_half(
                 s = hopper.warpgroup_mma_wait(1, deps=[next_s])
                 keys.release(step + 1)
                 s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
-                acc = finish_product(next_acc, weights, values, step, step)  # its place is wanted
+                # before the exponentials: small pages want the place of values
+                acc = finish_product(next_acc, weights, values, step, step)
                 p, l_i, alpha = exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG)
                 m_i = m_new
                 acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], CONFIG)

@@ -1,4 +1,4 @@
-"""The softmax of prompts: a thread sums alone, and old sums seldom shrink."""
+"""The softmax of prompts and of 128 rows in decode: a thread sums alone, old sums seldom shrink."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # Gluon compiles this: a parameter is a pointer, a tile or a constant, which no annotation says.
@@ -89,7 +89,7 @@ def finish_product(product, weights, values, step, there):
 
     What stands before the call runs beside the product. It would not without the wait for the
     values of step `there`, which have come by now or soon will: ptxas moves the wait for a product
-    as far ahead as it can, but not past a loop.
+    as far ahead as it can, but not past a loop. Another step's values are in another stage.
     """
     values.wait_full(there)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[product, weights])

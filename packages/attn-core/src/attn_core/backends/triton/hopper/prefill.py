@@ -148,7 +148,7 @@ def attend(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    SLOW_COPIES: gl.constexpr = CONFIG.GATHERS or (0 < CONFIG.PAGE < 64 and D > 64)
+    SLOW_COPIES: gl.constexpr = CONFIG.GATHERS or (CONFIG.PAGE % 64 > 0 and D > 64)
     q_tile = q_tiles.index(HALF)
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
