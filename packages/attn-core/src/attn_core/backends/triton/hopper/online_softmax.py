@@ -84,14 +84,14 @@ def online_softmax(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr
 
 
 @gluon.jit
-def finish_product(product, weights, values, step, there):
+def finish_product(product, weights, values, step, full_step):
     """Wait for the product of weights with the values of a step, release these, return the sums.
 
-    What stands before the call runs beside the product. It would not without the wait for the
-    values of step `there`, which have come by now or soon will: ptxas moves the wait for a product
-    as far ahead as it can, but not past a loop. Another step's values are in another stage.
+    full_step: step itself, or the next one, whose values lie in another stage. Waiting for them
+    keeps the order: ptxas moves the wait for a product as far ahead as it can, but not past a loop.
+    So what stands before the call runs beside the product.
     """
-    values.wait_full(there)
+    values.wait_full(full_step)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[product, weights])
     values.release(step)
     return acc
