@@ -28,8 +28,15 @@ from attn_core.backends.triton.hopper.mla_latents import (
     load_latents,
 )
 from attn_core.backends.triton.hopper.mla_outputs import store_columns
+from attn_core.backends.triton.hopper.online_softmax import (
+    exp_and_sum,
+    no_sums,
+    rescale,
+    row_sums,
+    update_max,
+)
 from attn_core.backends.triton.hopper.partials import is_final, partial_rows, state_place
-from attn_core.backends.triton.hopper.softmax import KeyMask, softmax_step, store_lse
+from attn_core.backends.triton.hopper.softmax import KeyMask, store_lse
 from attn_core.backends.triton.hopper.split_kv import (
     launch_dependents,
     prefetch_request,
@@ -72,13 +79,12 @@ def attend_high(
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Score the blocks of this program's items, and sum the high columns of their values."""
-    GROUP: gl.constexpr = CONFIG.GROUP
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     first_row = work.row_block * 64  # of a request; those of a group see all of its keys
-    q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // GROUP
+    q_idx = (first_row + gl.arange(0, 64, gl.SliceLayout(1, S))) // CONFIG.GROUP
     tile = latents.tile
     step = 0
     block = 0
@@ -88,14 +94,13 @@ def attend_high(
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        seq_len = item.seq_len
-        context_len = item.context_len
-        unmasked_high = seq_len
+        unmasked_high = item.seq_len
         if CONFIG.MASK == MASK_CAUSAL:
-            unmasked_high = gl.minimum(seq_len, context_len + first_row // GROUP + 1)
-        mask = KeyMask(seq_len, context_len, 0, unmasked_high, 0, 0, 0)
+            first_end = item.context_len + first_row // CONFIG.GROUP + 1
+            unmasked_high = gl.minimum(item.seq_len, first_end)
+        mask = KeyMask(item.seq_len, item.context_len, 0, unmasked_high, 0, 0, 0)
         m_i = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, S))
-        l_i = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        l_i = no_sums(S, CONFIG)
         acc = gl.full([64, 128], 0.0, gl.float32, O)
         s = gl.full([64, 64], 0.0, gl.float32, S)
         latents.wait_full(step)
@@ -115,19 +120,18 @@ def attend_high(
             start = (item.first_block + item.num_blocks - 1 - i) * 64
             if i + 1 == item.num_blocks:
                 queries.release(iteration)
-            p, m_i, l_i, alpha = softmax_step(
-                s, start, q_idx, m_i, l_i, mask, scales, CONFIG, SCALE_AFTER_MAX=False
-            )
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
+            p, l_i, alpha = exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG)
+            m_i = m_new
+            acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None], CONFIG)
             p = p.to(tile.low.dtype)
             tile.rope.index(latents.stage(step)).store(p)
             alphas.tile.index(latents.stage(step)).store(alpha)
             hopper.fence_async_shared()
             if not CONFIG.GATHERS:
-                zero_tail(high.tile, high.stage(block), start, 0, seq_len, 64, 128)
+                zero_tail(high.tile, high.stage(block), start, 0, item.seq_len, 64, 128)
             p = gl.convert_layout(p, P)
-            v_high = high.tile.index(high.stage(block))
-            summed = hopper.warpgroup_mma(p, v_high, acc, is_async=True)
+            summed = hopper.warpgroup_mma(p, high.tile.index(high.stage(block)), acc, is_async=True)
             if i + 1 < item.num_blocks:
                 started = begin_scores(queries, q_middle, latents, step + 1, CONFIG)
                 acc, p = hopper.warpgroup_mma_wait(2, deps=[summed, p])
@@ -146,6 +150,7 @@ def attend_high(
             block += 1
         if item.num_blocks <= 0:  # no keys: nobody has given the queries back
             queries.release(iteration)
+        l_i = row_sums(l_i, m_i, CONFIG)
         empty = l_i == 0.0
         l_i = gl.where(empty, 1.0, l_i)
         final = is_final(item, CONFIG)
@@ -161,7 +166,7 @@ def attend_high(
             lse_at = partial_rows(place, item, rows, CONFIG)
             lse = gl.where(empty, -float("inf"), m_i + gl.log2(l_i))
             if CONFIG.SHARED:  # a row that is not live has no place of its own
-                row_mask = item.row_block * 64 + rows < item.q_len * GROUP
+                row_mask = item.row_block * 64 + rows < item.q_len * CONFIG.GROUP
                 gl.store(partial.lse + lse_at, lse, mask=row_mask)
             else:
                 gl.store(partial.lse + lse_at, lse)
@@ -200,8 +205,9 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             latents.wait_full(step)
             alphas.wait_full(step)
             alpha = alphas.tile.index(stage).load(gl.SliceLayout(1, O))
-            acc = acc * alpha[:, None]
-            middle = middle * gl.convert_layout(alpha, gl.SliceLayout(1, M))[:, None]
+            acc = rescale(acc, alpha[:, None], CONFIG)
+            alpha = gl.convert_layout(alpha, gl.SliceLayout(1, M))
+            middle = rescale(middle, alpha[:, None], CONFIG)
             if CONFIG.GATHERS:
                 hopper.fence_async_shared()
             else:

@@ -66,10 +66,11 @@ def exp_and_sum(s, log2_scale, m_i, m_new, l_i, CONFIG: gl.constexpr):
     p = gl.exp2(s * log2_scale - m_base[:, None])
     alpha = gl.exp2(m_i - m_base)
     if CONFIG.SELDOM:
+        LAYOUT: gl.constexpr = l_i.type.layout
         sums = gl.sum(gl.sum(gl.reshape(p, [64, CONFIG.BN // 8, 4, 2]), 3), 1)
         l_i = gl.convert_layout(l_i, sums.type.layout)
         shrink = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
-        l_i = l_i * shrink + sums
+        l_i = gl.convert_layout(l_i * shrink + sums, LAYOUT)
     else:
         l_i = l_i * alpha + gl.sum(p, 1)
     return p, l_i, alpha
@@ -118,8 +119,11 @@ def _rescale_constraints(count):
 
 @gluon.jit
 def rescale(acc, alpha, CONFIG: gl.constexpr):
-    """Return acc [64, D] times alpha [64, 1]; a warp whose rows all keep theirs skips it."""
-    COUNT: gl.constexpr = CONFIG.D // 2
+    """Return acc [64, …] times alpha [64, 1]; a warp whose rows all keep theirs skips it.
+
+    It skips or multiplies 64 sums of a thread at a time, or all of them.
+    """
+    COUNT: gl.constexpr = min(acc.shape[1] // 2, 64)
     if CONFIG.SELDOM:
         return gl.inline_asm_elementwise(
             _rescale_assembly(COUNT),
