@@ -111,7 +111,8 @@ def run(
         arguments.Requests(
             Pointer(ends), Pointer(torch.tensor(lengths).int()), Pointer(table)
         ),
-        Pointer(indptr), Pointer(indptr), Pointer(tree.contiguous().view(torch.uint8)),
+        Pointer(indptr), Pointer(indptr), Pointer(indptr),
+        Pointer(tree.contiguous().view(torch.uint8)),
         torch.tensor(batch), queries, table.stride(0), *map(rows, stores), *map(store, stores),
         Pointer(torch.zeros(1)), arguments.Scales(SCALE, 1.0, 1.0), window, config,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from emulated_gluon import HOPPER, Pointer, launch, load
+from first_spans import first_spans
 
 DIM, LATENT, BLOCK, SCALE = 576, 512, 64, 0.07
 LOG2E = 1.4426950408889634
@@ -73,7 +74,8 @@ def test_equals_float64(group, queries, plan, dense):
         arguments.Requests(
             Pointer(ends), Pointer(torch.tensor(lengths).int()), Pointer(table)
         ),
-        Pointer(indptr), Pointer(indptr), torch.tensor(batch), table.shape[1], stored.flatten(0, 1),
+        Pointer(indptr), Pointer(indptr), Pointer(indptr), torch.tensor(batch), table.shape[1],
+        stored.flatten(0, 1),
         arguments.Scales(SCALE, 1.0, 1.0), config,
     )  # fmt: skip
 
@@ -130,6 +132,7 @@ def test_requests_that_share_keys(parts, tile_units):
     units += [2 * (shared // BLOCK + tile_units)] + [0] * (batch - 1)
     indptr = torch.tensor([0, *torch.tensor(units).cumsum(0).tolist()]).int()
     quota = max(1 + tile_units, -(-sum(units) // parts))
+    first = first_spans(indptr, planned, parts=parts, turns=1, min_units=1 + tile_units)
     places = parts * 2 * 64 + 3 * batch * group
     partial_out, partial_lse = torch.full((places, LATENT), torch.nan), torch.full((places,), 0.0)
     out = torch.full((batch, group, LATENT), torch.nan).bfloat16()  # no item is final
@@ -149,7 +152,7 @@ def test_requests_that_share_keys(parts, tile_units):
             Pointer(torch.arange(batch + 1).int()), Pointer(torch.tensor(lengths).int()),
             Pointer(table),
         ),
-        Pointer(indptr), Pointer(planned), torch.tensor(batch), table.shape[1],
+        Pointer(indptr), Pointer(planned), Pointer(first), torch.tensor(batch), table.shape[1],
         stored.flatten(0, 1), arguments.Scales(SCALE, 1.0, 1.0), config,
     )  # fmt: skip
 
@@ -203,7 +206,7 @@ def test_gathered_latents_equal_float64(heads):
         arguments.Outputs(Pointer(out), Pointer(lse), heads * LATENT, LATENT),
         arguments.Partials(Pointer(lse), Pointer(lse)),
         arguments.Requests(Pointer(ends), Pointer(torch.tensor(counts).int()), Pointer(slots)),
-        Pointer(indptr), Pointer(indptr), torch.tensor(tokens), width,
+        Pointer(indptr), Pointer(indptr), Pointer(indptr), torch.tensor(tokens), width,
         arguments.Store(Pointer(stored), DIM, DIM, DIM), arguments.Scales(SCALE, 1.0, 1.0), config,
     )  # fmt: skip
     for t, n in enumerate(counts):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulated_gluon import HOPPER, Pointer, launch, load
+from first_spans import first_spans
 
 D, SCALE, HEADS = 64, 0.2, 2
 LOG2E = 1.4426950408889634
@@ -94,6 +95,7 @@ def run(
     indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
     turns = HEADS // at_once
     quota = max(1 + tile_units, -(-sum(units) * turns // parts))
+    first = first_spans(indptr, planned, parts=parts, turns=turns, min_units=1 + tile_units)
     programs = parts * at_once
     places = programs * 2 * rows + 3 * tokens * HEADS * group
     out = torch.full((tokens, HEADS * group, D), torch.nan).bfloat16()
@@ -122,7 +124,7 @@ def run(
             Pointer((torch.arange(batch + 1) * queries).int()),
             Pointer(torch.tensor(lengths).int()), Pointer(table),
         ),
-        Pointer(indptr), Pointer(planned), Pointer(trees),
+        Pointer(indptr), Pointer(planned), Pointer(first), Pointer(trees),
         torch.tensor(batch), queries, table.stride(0),
         *(rows_of(x) for x in stores), *store_of, Pointer(torch.zeros(1)),
         arguments.Scales(SCALE, 1.0, 1.0), 0, config,

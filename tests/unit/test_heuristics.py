@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")  # the table does without, the package that it is in does not
 
 from attn_core.backends.triton import tuning
+from attn_core.backends.triton.shared import PARTS_PER_PROCESSOR
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
@@ -146,6 +147,8 @@ def test_a_launch_is_one_that_triton_takes(arch, store_bytes):
         assert launch.warps in (1, 2, 4, 8), shape
         assert launch.stages >= 1, shape
         assert launch.ctas_per_sm >= 1, shape
+        if arch == "sm90" and store_bytes == 2 and launch.block_m >= 64:  # Hopper's own kernels
+            assert launch.ctas_per_sm <= PARTS_PER_PROCESSOR, shape
         # a limit is there for the programs to run at once; only NVIDIA's compiler knows one
         threads = 32 * launch.warps * launch.ctas_per_sm
         assert launch.max_registers * threads <= (REGISTERS if arch.startswith("sm") else 0), shape

@@ -216,10 +216,12 @@ class Kernel(ABC, Generic[PartT]):
 
     takes_order: whether it takes requests in the order that `order_requests` finds.
     takes_chunks: whether prompts over latents are chunks of queries for it, see latent_prompts.py.
+    takes_first_spans: whether it reads those of plan_shared.
     """
 
     takes_order: ClassVar[bool] = False
     takes_chunks: ClassVar[bool] = False
+    takes_first_spans: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:

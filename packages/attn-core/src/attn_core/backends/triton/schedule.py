@@ -12,7 +12,7 @@ from attn_core.backends.triton.kernel import Choice, Part, Pass
 from attn_core.backends.triton.portable.arguments import KeyParts, Partials, Requests
 from attn_core.backends.triton.portable.plan_splits import plan_splits
 from attn_core.backends.triton.portable.plan_tiles import order_requests
-from attn_core.backends.triton.shared import Sharing, fill_spans, spans_of
+from attn_core.backends.triton.shared import Sharing, fill_spans, first_spans_of, spans_of
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
 from attn_core.runtime.layer import LayerGroup
@@ -33,6 +33,7 @@ class Cuts:
     launch: Launch
     max_queries: int
     tiles: int  # of all requests
+    kv_heads: int
     row_blocks: int
     heads_at_once: int  # a divisor of the KV heads, see Split
     tile_rows: int  # those of a tile's block_m rows that some request fills
@@ -57,6 +58,16 @@ class Cuts:
             )
         )
 
+    @cached_property
+    def parts(self) -> tuple[int, int, int]:
+        """What plan_shared is told of parts: their fewest units, turns of KV heads, and the parts.
+
+        There are none where no kernel reads the spans that they begin in.
+        """
+        reads = any(choice.kernel.takes_first_spans for choice in self.choices)
+        parts = self.programs // self.heads_at_once if reads else 0
+        return self.min_units, self.kv_heads // self.heads_at_once, parts
+
     @property
     def merges_cuts(self) -> bool:
         """Whether the merge looks at each end of a part, which are fewer than tiles."""
@@ -75,7 +86,7 @@ class SplitKV(Part):
 
     work_indptr: int32 [batch + 1], see plan_splits; with cuts.sharing that of plan_shared, and with
     cuts.planned_quota the quota and tile units behind it.
-    buffer: int32 [BUFFER_ROWS, columns], of plan_shared, None without. counter: int32 [1], zero.
+    buffer: int32 [rows, columns], of plan_shared, None without. counter: int32 [1], zero.
     partial_out, partial_lse: float32 [S, block_m, Dv] and [S, block_m], of tiles that were split.
     All layers share them: one runs after the other.
     """
@@ -101,9 +112,12 @@ class SplitKV(Part):
     @property
     def spans(self) -> Tensor:
         """The spans of plan_shared int32 [columns, SPAN]; without sharing no kernel reads them."""
-        if self.buffer is None:
-            return self.work_indptr
-        return spans_of(self.buffer)
+        return self.work_indptr if self.buffer is None else spans_of(self.buffer)
+
+    @property
+    def first_spans(self) -> Tensor:
+        """The spans that parts begin in, see plan_shared; without sharing no kernel reads them."""
+        return self.work_indptr if self.buffer is None else first_spans_of(self.buffer)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -166,7 +180,7 @@ def fill_split(split: SplitKV, requests: Requests, window: int | None, *, causal
     """Fill the plan of a split for a batch: one small launch, which a CUDA graph can record."""
     work_indptr, cuts = split.work_indptr, split.cuts
     if cuts.sharing is not None and split.buffer is not None:
-        plan = (split.buffer, split.counter, cuts.launch, cuts.sharing)
+        plan = (split.buffer, split.counter, cuts.launch, cuts.sharing, cuts.parts)
         fill_spans(cuts.planners, requests, *plan)
         return
     cu_seqlens_q, seq_lens, _ = requests

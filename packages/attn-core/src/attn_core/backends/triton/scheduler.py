@@ -25,7 +25,7 @@ from attn_core.backends.triton.schedule import (
     fill_order,
     fill_split,
 )
-from attn_core.backends.triton.shared import BUFFER_ROWS, sharing_of
+from attn_core.backends.triton.shared import buffer_shape, sharing_of
 from attn_core.backends.triton.tuning import (
     LONG,
     decode_launch,
@@ -72,9 +72,8 @@ class Scheduler:
 
     def buffer(self, requests: int) -> Tensor:
         """Return rows for the plan of a batch, each aligned to 32 bytes, a sector of memory."""
-        rows, spans = (BUFFER_ROWS, 2 * requests) if self.config.shared_prefix else (4, requests)
-        columns = -(-(spans + 3) // 8) * 8
-        return torch.empty(rows, columns, dtype=torch.int32, device=self.config.device)
+        shape = buffer_shape(requests, self._processors if self.config.shared_prefix else 0)
+        return torch.empty(shape, dtype=torch.int32, device=self.config.device)
 
     def plan(self, group: LayerGroup, batch: ForwardBatch, static: Tensor | None) -> Schedule:
         """Return the filled schedule of a pass. static: the buffer of a graph's plans."""
@@ -242,6 +241,7 @@ class Scheduler:
             launch=launch,
             max_queries=max_queries,
             tiles=tiles,
+            kv_heads=group.num_kv_heads,
             row_blocks=row_blocks,
             heads_at_once=1 if in_turn else math.gcd(parts, group.num_kv_heads),
             tile_rows=tile_rows,

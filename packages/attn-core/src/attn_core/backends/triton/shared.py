@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attn_core.backends.triton.portable.arguments import SPAN, Requests
+from attn_core.backends.triton.portable.arguments import FIRST_SPAN, SPAN, Requests
 from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.costs.shared_prefix import (
@@ -22,8 +22,9 @@ from attn_core.runtime.layer import LayerGroup
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
-# of a buffer for the plan of a batch: work_indptr, spans and the shared keys
-BUFFER_ROWS = 2 + SPAN.value
+PARTS_PER_PROCESSOR = 2  # the most that a kernel which reads first spans has
+# of a buffer for the plan of a batch before its first spans: work_indptr, spans and shared keys
+_ROWS = 2 + SPAN.value
 
 
 class Sharing(NamedTuple):
@@ -60,9 +61,24 @@ def sharing_of(
     return Sharing(granule, page_size, group.num_queries_per_kv, tile_units)
 
 
+def buffer_shape(requests: int, processors: int) -> tuple[int, int]:
+    """Return rows and columns of a buffer for the plan of a batch.
+
+    processors: of a device where requests share keys, else 0. The last rows take first spans.
+    """
+    columns = -(-((2 * requests if processors else requests) + 3) // 8) * 8
+    parts = processors * PARTS_PER_PROCESSOR
+    return (_ROWS + -(-parts * FIRST_SPAN.value // columns) if processors else 4), columns
+
+
 def spans_of(buffer: Tensor) -> Tensor:
-    """Return the spans int32 [columns, SPAN] in a buffer int32 [BUFFER_ROWS, columns]."""
+    """Return the spans int32 [columns, SPAN] in a buffer int32 [rows, columns]."""
     return buffer[1 : 1 + SPAN.value].view(-1, SPAN.value)
+
+
+def first_spans_of(buffer: Tensor) -> Tensor:
+    """Return where the spans that parts begin in lie in a buffer: int32, FIRST_SPAN of each."""
+    return buffer[_ROWS:].view(-1)
 
 
 def fill_spans(
@@ -72,11 +88,13 @@ def fill_spans(
     counter: Tensor,
     launch: Launch,
     sharing: Sharing,
+    parts: tuple[int, int, int],
 ) -> None:
     """Fill the spans and the work_indptr of a batch: one small launch that a graph can record.
 
-    buffer: int32 [BUFFER_ROWS, columns], see spans_of; its first row takes work_indptr int32
-    [2 · batch + 1]. counter: int32 [1], zero before and after.
+    buffer: int32 [rows, columns], see buffer_shape; its first row takes work_indptr int32
+    [2 · batch + 1]. counter: int32 [1], zero before and after. parts: the fewest units of one, the
+    turns that KV heads take, and the parts, 0 if no kernel reads their first spans.
     """
     cu_seqlens_q, seq_lens, table = requests
     batch = seq_lens.shape[0]
@@ -90,8 +108,10 @@ def fill_spans(
                 *sharing,
                 launch.block_m,
                 launch.block_n,
+                *parts,
                 power_of_two(batch),
                 2048 if sharing.page_size < 8 else 512,
+                power_of_two(parts[-1]),
             ),
             num_warps=4,
         )

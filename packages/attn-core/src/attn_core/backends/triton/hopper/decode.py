@@ -217,6 +217,7 @@ def decode_hopper(
     requests,
     work_indptr,
     spans,
+    first_spans,
     tree_mask,
     batch,
     drafts,
@@ -235,7 +236,7 @@ def decode_hopper(
     k_rows, v_rows: the stores as rows of tokens for TMA, [COPY_ROWS, 64] at a time.
     """
     sizes = Sizes(batch, window, drafts, table_stride, 1)
-    work = program_work(work_indptr, spans, sizes, CONFIG)
+    work = program_work(work_indptr, spans, first_spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = q.ptr.dtype.element_ty
         HALVES: gl.constexpr = CONFIG.TILE_ROWS // 64

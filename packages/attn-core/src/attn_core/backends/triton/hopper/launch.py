@@ -120,6 +120,8 @@ _COPY_ROWS = 16
 class HopperDecode(SplitKernel):
     """decode_hopper: as HopperPrefill, in tiles of 64 or 128 rows, as decode_splits does."""
 
+    takes_first_spans: ClassVar[bool] = True
+
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part where its tiles have 64 or 128 rows."""
         group = shape.group
@@ -142,7 +144,7 @@ class HopperDecode(SplitKernel):
         # without a tree its mask is not read
         mask = inputs.requests.cu_seqlens_q if inputs.tree is None else inputs.tree
         return Arguments(
-            *(part.partials, inputs.requests, part.work_indptr, part.spans, mask),
+            *(part.partials, inputs.requests, part.work_indptr, part.spans, part.first_spans, mask),
             *(inputs.size, inputs.drafts, inputs.table_stride),
         )
 
@@ -182,6 +184,7 @@ class HopperMlaDecode(SplitKernel):
     """
 
     takes_chunks: ClassVar[bool] = True
+    takes_first_spans: ClassVar[bool] = True
 
     def choose(self, shape: Shape, launch: Launch | None) -> Launch | None:
         """Return the launch parameters of the part where its tiles are of 64 by 64."""
@@ -202,8 +205,8 @@ class HopperMlaDecode(SplitKernel):
 
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
-        shared = (part.partials, inputs.requests, part.work_indptr, part.spans)
-        return Arguments(*shared, inputs.size, inputs.table_stride)
+        work = (part.work_indptr, part.spans, part.first_spans)
+        return Arguments(part.partials, inputs.requests, *work, inputs.size, inputs.table_stride)
 
     def make_attend(
         self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV

@@ -248,6 +248,7 @@ def decode_mla_hopper(
     requests,
     work_indptr,
     spans,
+    first_spans,
     batch,
     table_stride,
     k_rows,
@@ -260,8 +261,8 @@ def decode_mla_hopper(
     """
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
-    prefetch_request(requests, spans, sizes, CONFIG)
-    work = program_work(work_indptr, spans, sizes, CONFIG)
+    prefetch_request(requests, sizes, CONFIG)
+    work = program_work(work_indptr, spans, first_spans, sizes, CONFIG)
     if work.start < work.end:
         T: gl.constexpr = out.ptr.dtype.element_ty
         k_tile = LatentTile(

@@ -11,10 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_core.backends.triton.portable.arguments import (
+    ALL_UNITS,
     BEGIN,
     END,
+    FIRST_SPAN,
+    FIRST_UNIT,
     LEVEL,
+    NUMBER,
     QUERIES,
+    QUOTA,
     REQUEST,
     SPAN,
     TOKEN,
@@ -25,12 +30,14 @@ class Work(NamedTuple):
     """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
 
     No item begins from unit `last` on. quota: the units of each program but the last ones. A
-    sequence is a request, or a span if SHARED. seq: that of the first unit. lane: of a part's
-    programs this one; row_block: which TILE_ROWS of each head that makes, see decode_splits.
+    sequence is a request, or a span if SHARED. seq: that of the first unit; first_span: what
+    plan_shared says of it. lane: of a part's programs this one; row_block: which TILE_ROWS of each
+    head that makes, see decode_splits.
     """
 
     indptr: Any
     spans: Any
+    first_span: Any
     start: Any
     end: Any
     last: Any
@@ -92,15 +99,13 @@ def prefetch(ptr):
 
 
 @gluon.jit
-def prefetch_request(requests, spans, sizes, CONFIG: gl.constexpr):
+def prefetch_request(requests, sizes, CONFIG: gl.constexpr):
     """Prefetch the lengths and pages of what is this program's request if all are as long.
 
     Between two layers the weights of others have passed the caches.
     """
     seq = gl.program_id(0) * sizes.batch // gl.num_programs(0)
-    if CONFIG.SHARED:
-        prefetch(spans + seq * SPAN)
-    else:
+    if not CONFIG.SHARED:
         prefetch(requests.cu_seqlens_q + seq)
         prefetch(requests.seq_lens + seq)
     prefetch(requests.page_table + seq.to(gl.int64) * sizes.table_stride)
@@ -116,28 +121,48 @@ def tile_units_of(indptr, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
-    """Return the units of this program: as many for each part, the last ones may have none."""
-    seqs = sizes.batch
-    if CONFIG.SHARED:
-        seqs = 2 * sizes.batch
+def find_first(indptr, sizes, CONFIG: gl.constexpr):
+    """Return all units, those of a program, and the request in which this program's begin."""
     # all at once: a search would wait for one load after the other
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # each warp has all of them
     i = gl.arange(0, 128, L)
-    ends = gl.load(indptr + 1 + i, mask=i < seqs, other=0)
+    ends = gl.load(indptr + 1 + i, mask=i < sizes.batch, other=0)
     TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
     LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
-    num_units = gl.load(indptr + seqs) * TURNS
+    num_units = gl.load(indptr + sizes.batch) * TURNS
     if CONFIG.PLANNED_QUOTA:
-        quota = gl.load(indptr + seqs + 1)
+        quota = gl.load(indptr + sizes.batch + 1)
     else:
         parts = gl.num_programs(0) // LANES
         quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
     start = gl.program_id(0) // LANES * quota
-    earlier = ((i < seqs) & (ends * TURNS <= start)).to(gl.int32)
-    for low in range(128, seqs, 128):
-        ends = gl.load(indptr + 1 + low + i, mask=low + i < seqs, other=0)
-        earlier += ((low + i < seqs) & (ends * TURNS <= start)).to(gl.int32)
+    earlier = ((i < sizes.batch) & (ends * TURNS <= start)).to(gl.int32)
+    for low in range(128, sizes.batch, 128):
+        ends = gl.load(indptr + 1 + low + i, mask=low + i < sizes.batch, other=0)
+        earlier += ((low + i < sizes.batch) & (ends * TURNS <= start)).to(gl.int32)
+    return num_units, quota, gl.sum(earlier, 0)
+
+
+@gluon.jit
+def program_work(indptr, spans, first_spans, sizes, CONFIG: gl.constexpr):
+    """Return the units of this program: as many for each part, the last ones may have none."""
+    LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
+    part = gl.program_id(0) // LANES
+    first_span = first_spans + part * FIRST_SPAN
+    if CONFIG.SHARED:
+        num_units = gl.load(first_span + ALL_UNITS)
+        quota = gl.load(first_span + QUOTA)
+        seq = gl.load(first_span + NUMBER)
+        # the merge reads these; all programs at once would wait for one place in the cache
+        if gl.program_id(0) % LANES == 0:
+            prefetch(spans + seq * SPAN)
+            prefetch(indptr + seq)
+        if gl.program_id(0) == 0:
+            prefetch(indptr + sizes.batch)
+            prefetch(indptr + 2 * sizes.batch)
+    else:
+        num_units, quota, seq = find_first(indptr, sizes, CONFIG)
+    start = part * quota
     end = gl.minimum(start + quota, num_units)
     last = end
     if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:
@@ -145,7 +170,7 @@ def program_work(indptr, spans, sizes, CONFIG: gl.constexpr):
         last = gl.maximum(last, gl.minimum(start + 1, end))
     lane = gl.program_id(0) % LANES
     row_block = lane % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, start, end, last, quota, gl.sum(earlier, 0), lane, row_block)
+    return Work(indptr, spans, first_span, start, end, last, quota, seq, lane, row_block)
 
 
 @gluon.jit
@@ -162,10 +187,16 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     seq: a sequence that begins no later: that of the item before.
     """
     TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
-    while gl.load(work.indptr + seq + 1) * TURNS <= unit:
+    indptr = work.indptr + seq
+    if CONFIG.SHARED:
+        # what the plan has looked up, so that a program does not begin with load after load
+        is_first = unit == work.start
+        indptr = gl.where(is_first, work.first_span + FIRST_UNIT, indptr)
+    while gl.load(indptr + 1) * TURNS <= unit:
         seq = seq + 1
-    first_unit = gl.load(work.indptr + seq)
-    num_units = gl.load(work.indptr + seq + 1) - first_unit
+        indptr = indptr + 1
+    first_unit = gl.load(indptr)
+    num_units = gl.load(indptr + 1) - first_unit
     head = work.lane // CONFIG.ROW_BLOCKS
     start_unit = unit - first_unit * TURNS
     if TURNS > 1:
@@ -176,7 +207,7 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
     row_block = work.row_block
     first_key = 0
     if CONFIG.SHARED:
-        span = work.spans + seq * SPAN
+        span = gl.where(is_first, work.first_span, work.spans + seq * SPAN)
         request = gl.load(span + REQUEST)
         level = gl.load(span + LEVEL)
         q_start = gl.load(span + TOKEN)

@@ -24,6 +24,14 @@ OUTER = tl.constexpr(6)
 INNER = tl.constexpr(7)
 SPAN = tl.constexpr(8)  # how many there are: 32 bytes, a sector of memory
 
+# what follows the fields before OUTER in the span that a part begins in, see plan_shared
+FIRST_UNIT = tl.constexpr(6)
+END_UNIT = tl.constexpr(7)
+NUMBER = tl.constexpr(8)
+QUOTA = tl.constexpr(9)
+ALL_UNITS = tl.constexpr(10)
+FIRST_SPAN = tl.constexpr(16)  # how many there may be: 64 bytes
+
 
 class Queries(NamedTuple):
     """Queries [T, Hq, D], of dual chunk attention [T, 3 · Hq, D]."""

@@ -19,6 +19,10 @@ from attn_core.backends.triton.portable.arguments import (
     SPAN,
     TOKEN,
 )
+from attn_core.backends.triton.portable.first_spans import (
+    store_first_span,
+    store_first_spans,
+)
 
 NONE = tl.constexpr(1 << 30)  # more granules than any request has
 
@@ -61,14 +65,20 @@ def _store_spans(spans, i, mask, request, level, token, queries, begin, end):
 
 
 @triton.jit
+def _units_of(queries, length, begin, BN: tl.constexpr, TILE_UNITS: tl.constexpr):
+    """Return the units of work of what a request reads alone, from key `begin` on."""
+    units = tl.maximum(tl.cdiv(length, BN) - begin // BN, 1) + TILE_UNITS
+    return tl.where(queries > 0, units, 0)
+
+
+@triton.jit
 def _store_requests(
     work_indptr, spans, request, batch, token, queries, lengths, begin,
     BN: tl.constexpr, TILE_UNITS: tl.constexpr,
 ):  # fmt: skip
     """Store what each request reads alone, from key `begin` on, and return its units of work."""
     ok = request < batch
-    units = tl.maximum(tl.cdiv(lengths, BN) - begin // BN, 1) + TILE_UNITS
-    units = tl.where(ok & (queries > 0), units, 0)
+    units = _units_of(queries, lengths, begin, BN, TILE_UNITS)
     tl.store(work_indptr, 0)
     tl.store(work_indptr + 1 + request, tl.cumsum(units, 0), mask=ok)
     _store_spans(spans, request, ok, request, request * 0, token, queries, begin, lengths)
@@ -173,8 +183,12 @@ def plan_shared(
     TILE_UNITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    TURNS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    PARTS_WIDTH: tl.constexpr,
 ):
     """Find groups of neighbours whose first pages are equal; plan the work of groups and requests.
 
@@ -190,6 +204,11 @@ def plan_shared(
     how many there are; BEGIN and END are the first key and the one after the last. OUTER and INNER
     are the groups of a request at levels 1 and 2, -1 for none. Nothing stores or reads them if the
     pass has no groups.
+
+    The work is cut into PARTS, of MIN_UNITS or more, KV heads take it in TURNS. If PARTS is not 0,
+    each part also has a first span int32 [FIRST_SPAN]: the fields REQUEST … END of the span that it
+    begins in, that span's work FIRST_UNIT … END_UNIT and its NUMBER, the QUOTA of a part, and
+    ALL_UNITS of all turns. So a program has one place to look, and not the same as all others.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -203,38 +222,51 @@ def plan_shared(
     next_page = tl.load(row + table_stride, mask=has_next, other=0)
     long = length - queries >= GRANULE
     alone = tl.sum((has_next & long & (page == next_page)).to(tl.int32), 0) == 0
-    is_planner = b == 0
-    common = buffer + (1 + SPAN) * columns
-    if not alone:
-        is_planner = _compare(
-            cu, lengths, table, common, counter, b, batch, table_stride, GRANULE, PAGE, WIDTH
-        )
-    if is_planner:
-        spans = buffer + columns
-        zeros = request * 0
-        groups = 0
-        if alone:
-            work = _store_requests(
+    spans = buffer + columns
+    common = spans + SPAN * columns
+    first_spans = common + columns
+    zeros = request * 0
+    if alone:
+        units = _units_of(queries, length, zeros, BN, TILE_UNITS)
+        work = tl.sum(units, 0)
+        if b == 0:
+            _store_requests(
                 buffer, spans, request, batch, token, queries, length, zeros, BN, TILE_UNITS
             )
-        else:
-            right = tl.load(common + request, mask=has_next, other=0, cache_modifier=".cg")
-            left = tl.load(
-                common + request - 1, mask=ok & (request > 0), other=0, cache_modifier=".cg"
-            )
-            in_outer, outer_first, outer_last, outer_end = _join(request, left, right, zeros)
-            base = tl.where(in_outer, outer_end, NONE)
-            in_inner, inner_first, inner_last, inner_end = _join(request, left, right, base)
-            begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
-            work = _store_requests(
-                buffer, spans, request, batch, token, queries, length, begin, BN, TILE_UNITS
-            )
-            groups, work = _store_groups(
-                cu, buffer, spans, batch, request, 1, groups, work, in_outer, outer_first,
-                outer_last, zeros, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+            tl.store(buffer + batch + 1 + request, work, mask=ok)
+        if PARTS > 0:
+            first_unit = tl.sum(tl.where(request < b, units, 0), 0)
+            first_query = tl.load(cu + b)
+            num_queries = tl.load(cu + b + 1) - first_query
+            num_keys = tl.load(lengths + b)
+            end_unit = first_unit + _units_of(num_queries, num_keys, 0, BN, TILE_UNITS)
+            store_first_span(
+                first_spans, b, first_query, num_queries, num_keys, first_unit, end_unit, work,
+                MIN_UNITS, TURNS, PARTS, PARTS_WIDTH,
             )  # fmt: skip
-            groups, work = _store_groups(
-                cu, buffer, spans, batch, request, 2, groups, work, in_inner, inner_first,
-                inner_last, outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
-            )  # fmt: skip
+    elif _compare(
+        cu, lengths, table, common, counter, b, batch, table_stride, GRANULE, PAGE, WIDTH
+    ):
+        right = tl.load(common + request, mask=has_next, other=0, cache_modifier=".cg")
+        left = tl.load(common + request - 1, mask=ok & (request > 0), other=0, cache_modifier=".cg")
+        in_outer, outer_first, outer_last, outer_end = _join(request, left, right, zeros)
+        base = tl.where(in_outer, outer_end, NONE)
+        in_inner, inner_first, inner_last, inner_end = _join(request, left, right, base)
+        begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
+        work = _store_requests(
+            buffer, spans, request, batch, token, queries, length, begin, BN, TILE_UNITS
+        )
+        groups, work = _store_groups(
+            cu, buffer, spans, batch, request, 1, 0, work, in_outer, outer_first,
+            outer_last, zeros, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+        )  # fmt: skip
+        groups, work = _store_groups(
+            cu, buffer, spans, batch, request, 2, groups, work, in_inner, inner_first,
+            inner_last, outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+        )  # fmt: skip
         tl.store(buffer + batch + 1 + request, work + zeros, mask=ok & (request >= groups))
+        if PARTS > 0:
+            store_first_spans(
+                buffer, spans, first_spans, 2 * batch, work,
+                MIN_UNITS, TURNS, PARTS, PARTS_WIDTH, 2 * BLOCK,
+            )  # fmt: skip

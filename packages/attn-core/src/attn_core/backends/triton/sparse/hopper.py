@@ -146,8 +146,8 @@ class Attention(NamedTuple):
             (self.programs, 1, 1),
             (
                 MapOf(q.data_ptr(), rows, (rows[1], 1)), (at_out, at_lse, *self.of_out), at_partial,
-                (at_ends, at_lengths, slots.data_ptr()), at_indptr, at_indptr, tokens, row,
-                (latents.data_ptr(), *strides),
+                (at_ends, at_lengths, slots.data_ptr()), at_indptr, at_indptr, at_indptr,
+                *(tokens, row, (latents.data_ptr(), *strides)),
             ),
             lambda: self._tensors(q, gathered, out, lse),
         )  # fmt: skip
@@ -162,7 +162,8 @@ class Attention(NamedTuple):
         return (
             TensorDescriptor(q, [*rows], [rows[1], 1], [TILE, PANEL], SWIZZLED),
             Outputs(out, lse, *self.of_out), Partials(*self._parts(out, lse)),
-            Requests(ends, lengths, slots), indptr, indptr, tokens, row, Store(latents, *strides),
+            Requests(ends, lengths, slots), indptr, indptr, indptr, tokens, row,
+            Store(latents, *strides),
         )  # fmt: skip
 
     def _parts(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
