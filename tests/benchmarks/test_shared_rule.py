@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_core.backends.triton.portable.arguments import Requests
-from attn_core.backends.triton.shared import BUFFER_ROWS, fill_spans, sharing_of
+from attn_core.backends.triton.shared import buffer_shape, fill_spans, sharing_of
 from attn_core.backends.triton.tuning import decode_launch
 from attn_core.cache.layer_cache import TORCH_DTYPES
 from attn_core.costs.shared_prefix import fits_tile, largest_tile, shared_tile_rows
@@ -58,8 +58,7 @@ def groups_of(case: Case) -> int:
     for first, n, begin, end in (group for level in case.groups for group in level):
         pages = slice(begin // page, end // page)
         table[first : first + n, pages] = table[first, pages]
-    columns = -(-(2 * batch + 1) // 4) * 4
-    buffer = torch.empty(BUFFER_ROWS, columns, dtype=torch.int32)
+    buffer = torch.empty(buffer_shape(batch, 1), dtype=torch.int32)
     requests = Requests(
         torch.arange(0, queries * (batch + 1), queries, dtype=torch.int32),
         torch.tensor(case.seq_lens, dtype=torch.int32),

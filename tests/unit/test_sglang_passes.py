@@ -362,7 +362,7 @@ def test_requests_that_share_slots_share_a_group(page, monkeypatch):
     lengths = torch.tensor([200, 260, 193, 220])
     pages, out = torch.zeros(4, CONTEXT // page + 1, dtype=torch.int32), torch.zeros(4).int()
     fill_page_table(table, torch.arange(4), lengths, 0, page, pages, out)
-    buffer = torch.empty(shared.BUFFER_ROWS, 12, dtype=torch.int32)
+    buffer = torch.empty(shared.buffer_shape(4, 1), dtype=torch.int32)
     requests = shared.Requests(torch.arange(5, dtype=torch.int32), out, pages)
     launch = shared.Launch(block_m=64, block_n=64, warps=4, stages=2)
     sharing = shared.Sharing(64, page, 4)

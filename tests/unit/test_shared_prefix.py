@@ -404,7 +404,7 @@ def test_units_of_work(more):
     counter = torch.zeros(2, dtype=torch.int32)
     launch = Launch(block_m=64, block_n=64, warps=4, stages=2)
     sharing = Sharing(256, 16, 4, tile_units=more)
-    SHARED.fill_spans({}, requests, buffer, counter, launch, sharing, (1, 1, 0))
+    SHARED.fill_spans({}, requests, buffer, counter, launch, sharing)
     alone = [-(-n // 64) + more for n in (700 - 512, 640 - 512, 600 - 512, 18, 400 - 256, 8)]
     groups = [2 * (512 // 64 + more), 256 // 64 + more]
     assert buffer[0, :13].diff().tolist() == [*alone, *groups, 0, 0, 0, 0]

@@ -88,7 +88,7 @@ def fill_spans(
     counter: Tensor,
     launch: Launch,
     sharing: Sharing,
-    parts: tuple[int, int, int],
+    parts: tuple[int, int, int] = (1, 1, 0),
 ) -> None:
     """Fill the spans and the work_indptr of a batch: one small launch that a graph can record.
 
