@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from attn_core.backends.triton.portable import arguments
 from attn_core.backends.triton.shared import (
     PARTS_PER_PROCESSOR,
+    Parts,
     Sharing,
     buffer_shape,
     fill_spans,
@@ -36,7 +37,7 @@ def planned(lengths, queries, shared, *, parts, turns=1, min_units=1, tile_units
     counter = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     launch = Launch(block_m=rows, block_n=64, warps=4, stages=2)
     sharing = Sharing(GRANULE, PAGE, 4, tile_units)
-    fill_spans({}, requests, buffer, counter, launch, sharing, (min_units, turns, parts))
+    fill_spans({}, requests, buffer, counter, launch, sharing, Parts(min_units, turns, parts))
     return buffer.cpu()
 
 

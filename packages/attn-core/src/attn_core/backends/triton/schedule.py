@@ -12,7 +12,14 @@ from attn_core.backends.triton.kernel import Choice, Part, Pass
 from attn_core.backends.triton.portable.arguments import KeyParts, Partials, Requests
 from attn_core.backends.triton.portable.plan_splits import plan_splits
 from attn_core.backends.triton.portable.plan_tiles import order_requests
-from attn_core.backends.triton.shared import Sharing, fill_spans, first_spans_of, spans_of
+from attn_core.backends.triton.shared import (
+    NO_PARTS,
+    Parts,
+    Sharing,
+    fill_spans,
+    first_spans_of,
+    spans_of,
+)
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.ops.triton.launcher import Launcher, alike, numbered
 from attn_core.runtime.layer import LayerGroup
@@ -59,14 +66,12 @@ class Cuts:
         )
 
     @cached_property
-    def parts(self) -> tuple[int, int, int]:
-        """What plan_shared is told of parts: their fewest units, turns of KV heads, and the parts.
-
-        There are none where no kernel reads the spans that they begin in.
-        """
-        reads = any(choice.kernel.takes_first_spans for choice in self.choices)
-        parts = self.programs // self.heads_at_once if reads else 0
-        return self.min_units, self.kv_heads // self.heads_at_once, parts
+    def parts(self) -> Parts:
+        """How plan_shared cuts the work, as the programs do."""
+        if not any(choice.kernel.takes_first_spans for choice in self.choices):
+            return NO_PARTS
+        turns, count = self.kv_heads // self.heads_at_once, self.programs // self.heads_at_once
+        return Parts(self.min_units, turns, count)
 
     @property
     def merges_cuts(self) -> bool:

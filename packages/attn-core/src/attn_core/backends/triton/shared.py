@@ -22,7 +22,7 @@ from attn_core.runtime.layer import LayerGroup
 TILE_UNITS = 4  # blocks of keys that tiles of drafts and of latents count beside theirs
 LARGE_TILE_UNITS = 1  # that tiles of 128 rows count at most
 TILE_UNITS_FROM = 16  # query rows of a request from which on they do
-PARTS_PER_PROCESSOR = 2  # the most that a kernel which reads first spans has
+PARTS_PER_PROCESSOR = 2  # the most, of kernels that read the spans which parts begin in
 # of a buffer for the plan of a batch before its first spans: work_indptr, spans and shared keys
 _ROWS = 2 + SPAN.value
 
@@ -37,6 +37,20 @@ class Sharing(NamedTuple):
     page_size: int
     group: int
     tile_units: int = 0
+
+
+class Parts(NamedTuple):
+    """How the work is cut: into `count` parts of min_units or more, KV heads take it in turns.
+
+    count: 0 where no kernel reads the spans that parts begin in.
+    """
+
+    min_units: int
+    turns: int
+    count: int
+
+
+NO_PARTS = Parts(min_units=1, turns=1, count=0)
 
 
 def sharing_of(
@@ -88,13 +102,12 @@ def fill_spans(
     counter: Tensor,
     launch: Launch,
     sharing: Sharing,
-    parts: tuple[int, int, int] = (1, 1, 0),
+    parts: Parts = NO_PARTS,
 ) -> None:
     """Fill the spans and the work_indptr of a batch: one small launch that a graph can record.
 
     buffer: int32 [rows, columns], see buffer_shape; its first row takes work_indptr int32
-    [2 · batch + 1]. counter: int32 [1], zero before and after. parts: the fewest units of one, the
-    turns that KV heads take, and the parts, 0 if no kernel reads their first spans.
+    [2 · batch + 1]. counter: int32 [1], zero before and after.
     """
     cu_seqlens_q, seq_lens, table = requests
     batch = seq_lens.shape[0]
@@ -111,7 +124,7 @@ def fill_spans(
                 *parts,
                 power_of_two(batch),
                 2048 if sharing.page_size < 8 else 512,
-                power_of_two(parts[-1]),
+                power_of_two(parts.count),
             ),
             num_warps=4,
         )
