@@ -70,8 +70,8 @@ class Cuts:
         """How plan_shared cuts the work, as the programs do."""
         if not any(choice.kernel.takes_first_spans for choice in self.choices):
             return NO_PARTS
-        turns, count = self.kv_heads // self.heads_at_once, self.programs // self.heads_at_once
-        return Parts(self.min_units, turns, count)
+        turns, parts = self.kv_heads // self.heads_at_once, self.programs // self.heads_at_once
+        return Parts(self.min_units, turns, parts)
 
     @property
     def merges_cuts(self) -> bool:

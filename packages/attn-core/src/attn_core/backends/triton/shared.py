@@ -40,17 +40,17 @@ class Sharing(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How the work is cut: into `count` parts of min_units or more, KV heads take it in turns.
+    """How the work is cut: into num_parts of min_units or more, which KV heads take in turns.
 
-    count: 0 where no kernel reads the spans that parts begin in.
+    num_parts: 0 where no kernel reads the spans that parts begin in.
     """
 
     min_units: int
     turns: int
-    count: int
+    num_parts: int
 
 
-NO_PARTS = Parts(min_units=1, turns=1, count=0)
+NO_PARTS = Parts(min_units=1, turns=1, num_parts=0)
 
 
 def sharing_of(
@@ -124,7 +124,7 @@ def fill_spans(
                 *parts,
                 power_of_two(batch),
                 2048 if sharing.page_size < 8 else 512,
-                power_of_two(parts.count),
+                power_of_two(parts.num_parts),
             ),
             num_warps=4,
         )
