@@ -78,11 +78,15 @@ def sharing_of(
 def buffer_shape(requests: int, processors: int) -> tuple[int, int]:
     """Return rows and columns of a buffer for the plan of a batch.
 
-    processors: of a device where requests share keys, else 0. The last rows take first spans.
+    processors: those of the device, 0 where requests do not share keys. The last rows take the
+    spans that parts begin in.
     """
-    columns = -(-((2 * requests if processors else requests) + 3) // 8) * 8
+    spans = 2 * requests if processors else requests
+    columns = -(-(spans + 3) // 8) * 8
+    if not processors:
+        return 4, columns
     parts = processors * PARTS_PER_PROCESSOR
-    return (_ROWS + -(-parts * FIRST_SPAN.value // columns) if processors else 4), columns
+    return _ROWS + -(-parts * FIRST_SPAN.value // columns), columns
 
 
 def spans_of(buffer: Tensor) -> Tensor:

@@ -178,10 +178,7 @@ class HopperDecode(SplitKernel):
 
 
 class HopperMlaDecode(SplitKernel):
-    """decode_mla_hopper: 512 + 64 columns of 16 bits, in tiles of 64 by 64.
-
-    It does what decode_splits does.
-    """
+    """decode_mla_hopper: 512 + 64 columns of 16 bits, tiles of 64 by 64, as decode_splits does."""
 
     takes_chunks: ClassVar[bool] = True
     takes_first_spans: ClassVar[bool] = True
@@ -205,8 +202,8 @@ class HopperMlaDecode(SplitKernel):
 
     def arguments(self, inputs: Pass, part: SplitKV) -> Arguments:
         """Return what all its launches in a pass share."""
-        work = (part.work_indptr, part.spans, part.first_spans)
-        return Arguments(part.partials, inputs.requests, *work, inputs.size, inputs.table_stride)
+        shared = (part.partials, inputs.requests, part.work_indptr, part.spans, part.first_spans)
+        return Arguments(*shared, inputs.size, inputs.table_stride)
 
     def make_attend(
         self, call: Call, bound: LayerArguments, launch: Launch, part: SplitKV

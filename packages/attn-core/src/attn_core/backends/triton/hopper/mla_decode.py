@@ -50,14 +50,13 @@ from attn_core.backends.triton.masks import MASK_CAUSAL
 def begin_scores(queries, q_middle, latents, step, CONFIG: gl.constexpr):
     """Begin the products of the rotary and the middle columns of a block, when it is there."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zeros = gl.full([64, 64], 0.0, gl.float32, S)
+    s = gl.full([64, 64], 0.0, gl.float32, S)
     latents.wait_full(step)
     if CONFIG.GATHERS:
         hopper.fence_async_shared()
     k_rope = latents.tile.rope.index(latents.stage(step)).permute((1, 0))
     k_middle = latents.tile.middle.index(latents.stage(step)).permute((1, 0))
-    q_rope = queries.tile.rope.index(0)
-    s = hopper.warpgroup_mma(q_rope, k_rope, zeros, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma(queries.tile.rope.index(0), k_rope, s, use_acc=False, is_async=True)
     return hopper.warpgroup_mma(q_middle, k_middle, s, is_async=True)
 
 

@@ -47,21 +47,16 @@ def tanh(y):
 
 
 @gluon.jit
-def visible_scores(
-    s, start, q_idx, mask, scales, CONFIG: gl.constexpr, SCALE_AFTER_MAX: gl.constexpr = True
-):  # fmt: skip
+def visible_scores(s, start, q_idx, mask, scales, CONFIG: gl.constexpr):
     """Return the scores of keys start … start + BN, -inf where hidden, and their scale of base 2.
 
-    q_idx: the query of each row. SCALE_AFTER_MAX: the scale is not applied yet; else it is 1 now.
+    q_idx: the query of each row. The scale, which is positive, is not applied yet.
     """
     BN: gl.constexpr = CONFIG.BN
     log2_scale = scales.qk * LOG2E
     if CONFIG.USE_SOFTCAP:
         s = tanh(s * (scales.qk / scales.cap))
         log2_scale = scales.cap * LOG2E
-    if not SCALE_AFTER_MAX:
-        s = s * log2_scale
-        log2_scale = 1.0
     if (start < mask.unmasked_low) | (start + BN > mask.unmasked_high):
         j = start + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
         end = mask.seq_len + 0 * q_idx  # of each row: one comparison a score
@@ -83,25 +78,12 @@ def visible_scores(
 
 
 @gluon.jit
-def softmax_step(
-    s,
-    start,
-    q_idx,
-    m_i,
-    l_i,
-    mask,
-    scales,
-    CONFIG: gl.constexpr,
-    SCALE_AFTER_MAX: gl.constexpr = True,
-):
+def softmax_step(s, start, q_idx, m_i, l_i, mask, scales, CONFIG: gl.constexpr):
     """Return p of the scores of keys start … start + BN, the new m_i and l_i, and alpha.
 
-    alpha: by what the old accumulator shrinks. q_idx: the query of each row. SCALE_AFTER_MAX: the
-    scale, which is positive, comes after the maximum: an operation a score less, a register more.
+    alpha: by what the old accumulator shrinks. q_idx: the query of each row.
     """
-    s, log2_scale = visible_scores(
-        s, start, q_idx, mask, scales, CONFIG, SCALE_AFTER_MAX=SCALE_AFTER_MAX
-    )
+    s, log2_scale = visible_scores(s, start, q_idx, mask, scales, CONFIG)
     m_new = gl.maximum(m_i, gl.max(s, 1) * log2_scale)
     m_base = gl.where(m_new == -float("inf"), 0.0, m_new)
     p = gl.exp2(s * log2_scale - m_base[:, None])
