@@ -132,7 +132,16 @@ def test_requests_that_share_keys(parts, tile_units):
     units += [2 * (shared // BLOCK + tile_units)] + [0] * (batch - 1)
     indptr = torch.tensor([0, *torch.tensor(units).cumsum(0).tolist()]).int()
     quota = max(1 + tile_units, -(-sum(units) // parts))
-    first = first_spans(indptr, planned, parts=parts, turns=1, min_units=1 + tile_units)
+    first = first_spans(
+        indptr,
+        planned,
+        parts=parts,
+        turns=1,
+        min_units=1 + tile_units,
+        table=table,
+        page=page,
+        tile_units=tile_units,
+    )
     places = parts * 2 * 64 + 3 * batch * group
     partial_out, partial_lse = torch.full((places, LATENT), torch.nan), torch.full((places,), 0.0)
     out = torch.full((batch, group, LATENT), torch.nan).bfloat16()  # no item is final

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated_gluon import HOPPER, Pointer, launch, load
-from first_spans import first_spans
+from emulated_gluon import HOPPER, Pointer, gl_load, launch, load
+from first_spans import FIRST_BLOCK, PAGES, first_spans
 
 D, SCALE, HEADS = 64, 0.2, 2
 LOG2E = 1.4426950408889634
@@ -54,9 +54,29 @@ def test_equals_float64(more):
     run(**more)
 
 
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_first_block_is_read_from_the_pages_of_the_plan(rows):
+    run(rows=rows, page=16)
+    with pytest.raises(AssertionError, match="not close"):
+        run(rows=rows, page=16, wrong_pages=True)
+
+
+def begin_with_the_planned_block(plan, requests, batch, config):
+    """Check that a program begins with the block whose pages the plan has looked up."""
+    split_kv, common = load("split_kv", HOPPER), load("common", HOPPER)
+    program_work = load("program_work", HOPPER)
+    sizes = common.Sizes(torch.tensor(batch), 0, 0, 0, 1)
+    work = program_work.program_work(program_work.Plan(*plan), sizes, config)
+    if work.start < work.last:
+        item = split_kv.split_item(work, work.seq, work.start, requests, sizes, config)
+        planned = int(gl_load(work.first_span + FIRST_BLOCK))
+        has_pages = item.num_blocks > 0 and item.seq_len > 0 and config.PAGE >= 8
+        assert planned == (item.begin_block if has_pages else -1)
+
+
 def run(
     *, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64, rows=64, batch=6,
-    tree=False, hnd=False, copy_rows=16, without_keys=False,
+    tree=False, hnd=False, copy_rows=16, without_keys=False, wrong_pages=False,
 ):  # fmt: skip
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
@@ -95,7 +115,12 @@ def run(
     indptr = torch.tensor([0, *itertools.accumulate(units)]).int()
     turns = HEADS // at_once
     quota = max(1 + tile_units, -(-sum(units) * turns // parts))
-    first = first_spans(indptr, planned, parts=parts, turns=turns, min_units=1 + tile_units)
+    first = first_spans(
+        indptr, planned, parts=parts, turns=turns, min_units=1 + tile_units, table=table, page=page,
+        block=block, tile_units=tile_units,
+    )  # fmt: skip
+    if wrong_pages:
+        first[:, PAGES:] = 0
     programs = parts * at_once
     places = programs * 2 * rows + 3 * tokens * HEADS * group
     out = torch.full((tokens, HEADS * group, D), torch.nan).bfloat16()
@@ -115,16 +140,18 @@ def run(
         return store.transpose(1, 2).flatten(0, 2) if hnd else store.flatten(0, 1).flatten(1)
 
     store_of = [arguments.Store(Pointer(x), *map(torch.tensor, x.stride()[:3])) for x in stores]
+    requests = arguments.Requests(
+        Pointer((torch.arange(batch + 1) * queries).int()), Pointer(torch.tensor(lengths).int()),
+        Pointer(table),
+    )  # fmt: skip
+    plan = [Pointer(x) for x in (indptr, planned, first)]
+    launch(begin_with_the_planned_block, (programs, 1, 1), plan, requests, batch, config)
     launch(
         load("decode", HOPPER).decode_hopper, (programs, 1, 1),
         arguments.Queries(Pointer(q), HEADS * group * D, D),
         arguments.Outputs(Pointer(out), Pointer(lse), HEADS * group * D, D),
         arguments.Partials(Pointer(partial_out), Pointer(partial_lse)),
-        arguments.Requests(
-            Pointer((torch.arange(batch + 1) * queries).int()),
-            Pointer(torch.tensor(lengths).int()), Pointer(table),
-        ),
-        Pointer(indptr), Pointer(planned), Pointer(first), Pointer(trees),
+        requests, *plan, Pointer(trees),
         torch.tensor(batch), queries, table.stride(0),
         *(rows_of(x) for x in stores), *store_of, Pointer(torch.zeros(1)),
         arguments.Scales(SCALE, 1.0, 1.0), 0, config,

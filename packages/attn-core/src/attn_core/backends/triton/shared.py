@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attn_core.backends.triton.portable.arguments import FIRST_SPAN, SPAN, Requests
+from attn_core.backends.triton.portable.first_spans import Cut
 from attn_core.backends.triton.portable.plan_shared import plan_shared
 from attn_core.backends.triton.tuning import Launch, power_of_two
 from attn_core.costs.shared_prefix import (
@@ -82,7 +83,7 @@ def buffer_shape(requests: int, processors: int) -> tuple[int, int]:
     spans that parts begin in.
     """
     spans = 2 * requests if processors else requests
-    columns = -(-(spans + 3) // 8) * 8
+    columns = -(-(spans + 3) // FIRST_SPAN.value) * FIRST_SPAN.value  # lines of the cache
     if not processors:
         return 4, columns
     parts = processors * PARTS_PER_PROCESSOR
@@ -121,13 +122,10 @@ def fill_spans(
     if launcher is None:
         launcher = planners[key] = Launcher(
             plan_shared,
-            *(
-                *sharing,
-                launch.block_m,
-                launch.block_n,
-                *parts,
-                power_of_two(batch),
-                2048 if sharing.page_size < 8 else 512,
+            *(sharing.granule, sharing.group, launch.block_m, power_of_two(batch)),
+            2048 if sharing.page_size < 8 else 512,
+            Cut(
+                *(sharing.page_size, launch.block_n, sharing.tile_units, *parts),
                 power_of_two(parts.num_parts),
             ),
             num_warps=4,

@@ -36,21 +36,23 @@ from attn_core.backends.triton.hopper.online_softmax import (
     update_max,
 )
 from attn_core.backends.triton.hopper.partials import first_row_of, state_place
-from attn_core.backends.triton.hopper.softmax import softmax_step
-from attn_core.backends.triton.hopper.split_kv import (
+from attn_core.backends.triton.hopper.program_work import (
+    Plan,
     launch_dependents,
-    next_block,
+    prefetch_first_span,
     program_work,
-    split_item,
 )
+from attn_core.backends.triton.hopper.softmax import softmax_step
+from attn_core.backends.triton.hopper.split_kv import next_block, split_item
 
 
 @gluon.jit
 def attend(
-    q_tiles, keys, values, q, out, partial, requests, work, tree_mask, sinks, scales, sizes,
+    q_tiles, keys, values, q, out, partial, requests, plan, tree_mask, sinks, scales, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Attend over this program's items with 64 rows each."""
+    work = program_work(plan, sizes, CONFIG)
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -61,8 +63,9 @@ def attend(
     iteration = 0
     seq = work.seq
     next_unit = work.start
-    first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
-    begin_queries(q, q_tiles, 0, first, 0, CONFIG)
+    if next_unit < work.last:
+        first = split_item(work, seq, next_unit, requests, sizes, CONFIG)
+        begin_queries(q, q_tiles, 0, first, 0, CONFIG)
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
@@ -124,7 +127,7 @@ def begin_following(
 
 @gluon.jit
 def attend_half(
-    items, last_unit, q_tiles, keys, values, q, out, partial, tree_mask, sinks, scales, sizes,
+    items, plan, q_tiles, keys, values, q, out, partial, tree_mask, sinks, scales, sizes,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Attend over this program's items with rows 64 · HALF … of each.
@@ -132,6 +135,7 @@ def attend_half(
     The next block meets the queries while this one is still summed, as in prefill. No other program
     shares the processor, so the warp that loads looks the items up, see load_items.
     """
+    work = program_work(plan, sizes, CONFIG)
     BN: gl.constexpr = CONFIG.BN
     D: gl.constexpr = CONFIG.D
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -140,11 +144,12 @@ def attend_half(
     zeros = gl.full([64, BN], 0.0, gl.float32, S)
     step = 0
     iteration = 0
-    next_unit = 0
-    items.wait_full(0)
-    first, _ = read_item(items, 0, 4)
-    begin_queries(q, q_tiles, HALF, first, HALF, CONFIG)
-    while next_unit < last_unit:
+    next_unit = work.start
+    if next_unit < work.last:
+        items.wait_full(0)
+        first, _ = read_item(items, 0, 4)
+        begin_queries(q, q_tiles, HALF, first, HALF, CONFIG)
+    while next_unit < work.last:
         item, _ = read_item(items, iteration, 4)
         first_row = first_row_of(item, HALF, CONFIG)
         wait_queries()
@@ -194,10 +199,10 @@ def attend_half(
             step += 1
             l_i = row_sums(l_i, m_i, CONFIG)
             item, place = read_item(items, iteration, 4)  # again: few registers are left
-            begin_following(items, iteration, item, last_unit, q, q_tiles, HALF, CONFIG)
+            begin_following(items, iteration, item, work.last, q, q_tiles, HALF, CONFIG)
             store_state(acc, m_i, l_i, out, partial, place, item, HALF, sinks, scales, CONFIG)
         else:  # keys of few rows, all of them in the other half
-            begin_following(items, iteration, item, last_unit, q, q_tiles, HALF, CONFIG)
+            begin_following(items, iteration, item, work.last, q, q_tiles, HALF, CONFIG)
             for _ in range(0, item.num_blocks):
                 keys.wait_full(step)
                 keys.release(step)
@@ -236,60 +241,57 @@ def decode_hopper(
     k_rows, v_rows: the stores as rows of tokens for TMA, [COPY_ROWS, 64] at a time.
     """
     sizes = Sizes(batch, window, drafts, table_stride, 1)
-    work = program_work(work_indptr, spans, first_spans, sizes, CONFIG)
-    if work.start < work.end:
-        T: gl.constexpr = q.ptr.dtype.element_ty
-        HALVES: gl.constexpr = CONFIG.TILE_ROWS // 64
-        QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)
-        q_tiles = gl.allocate_shared_memory(T, [2 * HALVES, 64, CONFIG.D], QS)
-        keys, values = new_kv_channels(T, CONFIG)
-        init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, HALVES)
-        if HALVES == 2:
-            launch_dependents()
-            items = new_items()
-            init_barriers((items,), 1, HALVES)
-            gl.warp_specialize(
-                [
+    plan = Plan(work_indptr, spans, first_spans)
+    prefetch_first_span(plan, CONFIG)
+    T: gl.constexpr = q.ptr.dtype.element_ty
+    HALVES: gl.constexpr = CONFIG.TILE_ROWS // 64
+    QS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, CONFIG.D], T)
+    q_tiles = gl.allocate_shared_memory(T, [2 * HALVES, 64, CONFIG.D], QS)
+    keys, values = new_kv_channels(T, CONFIG)
+    init_barriers((keys, values), 128 if CONFIG.GATHERS else 1, HALVES)
+    if HALVES == 2:
+        launch_dependents()
+        items = new_items()
+        init_barriers((items,), 1, HALVES)
+        gl.warp_specialize(
+            [
+                (
+                    attend_half,
                     (
-                        attend_half,
-                        (
-                            items, work.last, q_tiles, keys, values, q, out, partial, tree_mask,
-                            sinks, scales, sizes, 0, CONFIG,
-                        ),
+                        items, plan, q_tiles, keys, values, q, out, partial, tree_mask, sinks,
+                        scales, sizes, 0, CONFIG,
                     ),
+                ),
+                (
+                    attend_half,
                     (
-                        attend_half,
-                        (
-                            items, work.last, q_tiles, keys, values, q, out, partial, tree_mask,
-                            sinks, scales, sizes, 1, CONFIG,
-                        ),
+                        items, plan, q_tiles, keys, values, q, out, partial, tree_mask, sinks,
+                        scales, sizes, 1, CONFIG,
                     ),
+                ),
+                (load_items, (items, keys, values, k_rows, v_rows, requests, plan, sizes, CONFIG)),
+            ],
+            [4, 1],
+            [224, 56],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    attend,
                     (
-                        load_items,
-                        (items, keys, values, k_rows, v_rows, requests, work, sizes, CONFIG),
+                        q_tiles, keys, values, q, out, partial, requests, plan, tree_mask,
+                        sinks, scales, sizes, CONFIG,
                     ),
-                ],
-                [4, 1],
-                [224, 56],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
+                ),
+                (
+                    gather_keys_values if CONFIG.GATHERS else load_keys_values,
                     (
-                        attend,
-                        (
-                            q_tiles, keys, values, q, out, partial, requests, work, tree_mask,
-                            sinks, scales, sizes, CONFIG,
-                        ),
+                        keys, values, k if CONFIG.GATHERS else k_rows,
+                        v if CONFIG.GATHERS else v_rows, requests, plan, sizes, CONFIG,
                     ),
-                    (
-                        gather_keys_values if CONFIG.GATHERS else load_keys_values,
-                        (
-                            keys, values, k if CONFIG.GATHERS else k_rows,
-                            v if CONFIG.GATHERS else v_rows, requests, work, sizes, CONFIG,
-                        ),
-                    ),
-                ],
-                [4 if CONFIG.GATHERS else 1],
-                [56 if CONFIG.GATHERS else 40],
-            )  # fmt: skip
+                ),
+            ],
+            [4 if CONFIG.GATHERS else 1],
+            [56 if CONFIG.GATHERS else 40],
+        )  # fmt: skip

@@ -24,14 +24,17 @@ from attn_core.backends.triton.hopper.partials import (
     partial_rows,
     state_place,
 )
+from attn_core.backends.triton.hopper.program_work import prefetch_for_merge, program_work
 from attn_core.backends.triton.hopper.softmax import KeyMask, add_sink, store_output
-from attn_core.backends.triton.hopper.split_kv import next_block, split_item
+from attn_core.backends.triton.hopper.split_kv import item_pages, next_block, split_item
 from attn_core.backends.triton.masks import MASK_CAUSAL, MASK_TREE
 
 
 @gluon.jit
-def gather_keys_values(keys, values, k, v, requests, work, sizes, CONFIG: gl.constexpr):
+def gather_keys_values(keys, values, k, v, requests, plan, sizes, CONFIG: gl.constexpr):
     """Do what load_keys_values does with pages that are too small for TMA."""
+    work = program_work(plan, sizes, CONFIG)
+    prefetch_for_merge(work, sizes, CONFIG)
     step = 0
     seq = work.seq
     next_unit = work.start
@@ -55,11 +58,13 @@ def gather_keys_values(keys, values, k, v, requests, work, sizes, CONFIG: gl.con
 
 
 @gluon.jit
-def load_keys_values(keys, values, k_rows, v_rows, requests, work, sizes, CONFIG: gl.constexpr):
+def load_keys_values(keys, values, k_rows, v_rows, requests, plan, sizes, CONFIG: gl.constexpr):
     """Fill both channels with the blocks of each item, in the order of next_block.
 
     The pages of a block are looked up while the block before it is brought.
     """
+    work = program_work(plan, sizes, CONFIG)
+    prefetch_for_merge(work, sizes, CONFIG)
     step = 0
     seq = work.seq
     next_unit = work.start
@@ -67,10 +72,11 @@ def load_keys_values(keys, values, k_rows, v_rows, requests, work, sizes, CONFIG
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
         block = item.begin_block
-        rows = lookup_rows(requests, item, block, sizes, CONFIG)
+        first_pages, pages = item_pages(work, next_unit, item, requests, sizes, CONFIG)
+        rows = lookup_rows(first_pages, item, block, CONFIG)
         for _ in range(0, item.num_blocks):
             block = next_block(item, block, CONFIG)
-            next_rows = lookup_rows(requests, item, block, sizes, CONFIG)
+            next_rows = lookup_rows(pages, item, block, CONFIG)
             copy_rows(keys, step, k_rows, rows, item.head, CONFIG)
             copy_rows(values, step, v_rows, rows, item.head, CONFIG)
             rows = next_rows
@@ -79,11 +85,11 @@ def load_keys_values(keys, values, k_rows, v_rows, requests, work, sizes, CONFIG
 
 
 @gluon.jit
-def lookup_rows(requests, item, block, sizes, CONFIG: gl.constexpr):
+def lookup_rows(pages, item, block, CONFIG: gl.constexpr):
     """Return the rows of a store where the copies of a block begin, int32 [32] of one warp.
 
-    Each lane has the row of one copy, which brings a page or a part of one: all pages are looked up
-    at once.
+    pages: see item_pages. Each lane has the row of one copy, which brings a page or a part of one:
+    all pages are looked up at once.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ROWS: gl.constexpr = min(CONFIG.PAGE, CONFIG.BN, CONFIG.COPY_ROWS)
@@ -92,7 +98,6 @@ def lookup_rows(requests, item, block, sizes, CONFIG: gl.constexpr):
     token = gl.maximum(block * CONFIG.BN + copy * ROWS, 0)
     if CONFIG.COPY_ROWS < CONFIG.BN:  # rows that are in the cache by now, not nobody's
         token = gl.minimum(token, last // ROWS * ROWS)
-    pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
     page = gl.load(pages + gl.minimum(token, last) // CONFIG.PAGE)
     if CONFIG.HND:
         page = page * CONFIG.HEADS + item.head
@@ -126,21 +131,25 @@ def copy_rows(channel, step, kv_rows, rows, head, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_items(items, keys, values, k_rows, v_rows, requests, work, sizes, CONFIG: gl.constexpr):
+def load_items(items, keys, values, k_rows, v_rows, requests, plan, sizes, CONFIG: gl.constexpr):
     """Do what load_keys_values does, and hand on each item one item ahead."""
+    work = program_work(plan, sizes, CONFIG)
+    prefetch_for_merge(work, sizes, CONFIG)
     step = 0
     iteration = 0
     next_unit = work.start
-    first = split_item(work, work.seq, next_unit, requests, sizes, CONFIG)
-    push_item(items, 0, first, state_place(work, next_unit, first, CONFIG))
+    if next_unit < work.last:
+        first = split_item(work, work.seq, next_unit, requests, sizes, CONFIG)
+        push_item(items, 0, first, state_place(work, next_unit, first, CONFIG))
     while next_unit < work.last:
         item, _ = read_item(items, iteration, 1)
-        next_unit = item.next_unit
         block = item.begin_block
-        rows = lookup_rows(requests, item, block, sizes, CONFIG)
+        first_pages, pages = item_pages(work, next_unit, item, requests, sizes, CONFIG)
+        rows = lookup_rows(first_pages, item, block, CONFIG)
+        next_unit = item.next_unit
         for i in range(0, item.num_blocks):
             block = next_block(item, block, CONFIG)
-            next_rows = lookup_rows(requests, item, block, sizes, CONFIG)
+            next_rows = lookup_rows(pages, item, block, CONFIG)
             copy_rows(keys, step, k_rows, rows, item.head, CONFIG)
             copy_rows(values, step, v_rows, rows, item.head, CONFIG)
             rows = next_rows

@@ -28,6 +28,7 @@ from attn_core.backends.triton.hopper.mla_latents import (
     load_latents,
 )
 from attn_core.backends.triton.hopper.mla_outputs import store_columns
+from attn_core.backends.triton.hopper.mla_scores import add_scores, begin_scores
 from attn_core.backends.triton.hopper.online_softmax import (
     exp_and_sum,
     no_sums,
@@ -36,48 +37,25 @@ from attn_core.backends.triton.hopper.online_softmax import (
     update_max,
 )
 from attn_core.backends.triton.hopper.partials import is_final, partial_rows, state_place
-from attn_core.backends.triton.hopper.softmax import KeyMask, store_lse
-from attn_core.backends.triton.hopper.split_kv import (
+from attn_core.backends.triton.hopper.program_work import (
+    Plan,
     launch_dependents,
+    prefetch_first_span,
     prefetch_request,
     program_work,
-    split_item,
 )
+from attn_core.backends.triton.hopper.softmax import KeyMask, store_lse
+from attn_core.backends.triton.hopper.split_kv import next_block, split_item
 from attn_core.backends.triton.masks import MASK_CAUSAL
 
 
 @gluon.jit
-def begin_scores(queries, q_middle, latents, step, CONFIG: gl.constexpr):
-    """Begin the products of the rotary and the middle columns of a block, when it is there."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    s = gl.full([64, 64], 0.0, gl.float32, S)
-    latents.wait_full(step)
-    if CONFIG.GATHERS:
-        hopper.fence_async_shared()
-    k_rope = latents.tile.rope.index(latents.stage(step)).permute((1, 0))
-    k_middle = latents.tile.middle.index(latents.stage(step)).permute((1, 0))
-    s = hopper.warpgroup_mma(queries.tile.rope.index(0), k_rope, s, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma(q_middle, k_middle, s, is_async=True)
-
-
-@gluon.jit
-def add_scores(queries, q_low, latents, high, step, block, s, CONFIG: gl.constexpr):
-    """Begin the products of the other columns; the high ones come last."""
-    k_low = latents.tile.low.index(latents.stage(step)).permute((1, 0))
-    s = hopper.warpgroup_mma(q_low, k_low, s, is_async=True)
-    high.wait_full(block)
-    if CONFIG.GATHERS:
-        hopper.fence_async_shared()
-    k_high = high.tile.index(high.stage(block)).permute((1, 0))
-    return hopper.warpgroup_mma(queries.tile.high.index(0), k_high, s, is_async=True)
-
-
-@gluon.jit
 def attend_high(
-    queries, latents, high, alphas, factors, out, partial, requests, work, scales, sizes,
+    queries, latents, high, alphas, factors, out, partial, requests, plan, scales, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Score the blocks of this program's items, and sum the high columns of their values."""
+    work = program_work(plan, sizes, CONFIG)
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -115,8 +93,9 @@ def attend_high(
             started = begin_scores(queries, q_middle, latents, step, CONFIG)
             started = add_scores(queries, q_low, latents, high, step, block, started, CONFIG)
             s = hopper.warpgroup_mma_wait(0, deps=[started])
+        key_block = item.begin_block
         for i in range(0, item.num_blocks):
-            start = (item.first_block + item.num_blocks - 1 - i) * 64
+            start = key_block * 64
             if i + 1 == item.num_blocks:
                 queries.release(iteration)
             s, log2_scale, m_new = update_max(s, start, q_idx, m_i, mask, scales, CONFIG)
@@ -145,6 +124,7 @@ def attend_high(
             else:
                 alphas.fill(step)
                 acc, p = hopper.warpgroup_mma_wait(0, deps=[summed, p])
+            key_block = next_block(item, key_block, CONFIG)
             step += 1
             block += 1
         if item.num_blocks <= 0:  # no keys: nobody has given the queries back
@@ -183,8 +163,9 @@ def attend_high(
 
 
 @gluon.jit
-def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CONFIG: gl.constexpr):
+def attend_low(latents, alphas, factors, out, partial, requests, plan, sizes, CONFIG: gl.constexpr):
     """Sum the low and the middle columns of the values, with the other group's weights."""
+    work = program_work(plan, sizes, CONFIG)
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])  # noqa: E741
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     tile = latents.tile
@@ -198,8 +179,9 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
         acc = gl.full([64, 256], 0.0, gl.float32, O)
         middle = gl.full([64, 128], 0.0, gl.float32, M)
         step += 1  # of the queries
+        key_block = item.begin_block
         for i in range(0, item.num_blocks):
-            start = (item.first_block + item.num_blocks - 1 - i) * 64
+            start = key_block * 64
             stage = latents.stage(step)
             latents.wait_full(step)
             alphas.wait_full(step)
@@ -218,6 +200,7 @@ def attend_low(latents, alphas, factors, out, partial, requests, work, sizes, CO
             acc, middle = hopper.warpgroup_mma_wait(0, deps=[low_sum, middle_sum])
             if i + 1 < item.num_blocks:
                 latents.release(step)
+            key_block = next_block(item, key_block, CONFIG)
             step += 1
         factors.wait_full(iteration)
         factor = factors.tile.index(0).load(gl.SliceLayout(1, O))
@@ -261,40 +244,38 @@ def decode_mla_hopper(
     launch_dependents()
     sizes = Sizes(batch, 0, 0, table_stride, 1)
     prefetch_request(requests, sizes, CONFIG)
-    work = program_work(work_indptr, spans, first_spans, sizes, CONFIG)
-    if work.start < work.end:
-        T: gl.constexpr = out.ptr.dtype.element_ty
-        k_tile = LatentTile(
-            alloc_columns(T, 3, 256), alloc_columns(T, 3, 128), alloc_columns(T, 3, 64)
-        )
-        latents = new_channel(k_tile, 3)
-        high = new_channel(alloc_columns(T, 2, 128), 2)
-        queries = new_channel(QueryTile(alloc_columns(T, 1, 128), alloc_columns(T, 1, 64)), 1)
-        alphas = new_channel(alloc_factors(3), 3)
-        factors = new_channel(alloc_factors(1), 1)
-        gathers: gl.constexpr = 32 * GATHER_WARPS
-        init_barriers((latents,), 1 + gathers if CONFIG.GATHERS else 1, 1)
-        init_barriers((alphas,), 1, 1)
-        init_barriers((high,), gathers if CONFIG.GATHERS else 1, 1)
-        init_barriers((queries, factors), 1, 1)
-        gl.warp_specialize(
-            [
+    plan = Plan(work_indptr, spans, first_spans)
+    prefetch_first_span(plan, CONFIG)
+    T: gl.constexpr = out.ptr.dtype.element_ty
+    k_tile = LatentTile(alloc_columns(T, 3, 256), alloc_columns(T, 3, 128), alloc_columns(T, 3, 64))
+    latents = new_channel(k_tile, 3)
+    high = new_channel(alloc_columns(T, 2, 128), 2)
+    queries = new_channel(QueryTile(alloc_columns(T, 1, 128), alloc_columns(T, 1, 64)), 1)
+    alphas = new_channel(alloc_factors(3), 3)
+    factors = new_channel(alloc_factors(1), 1)
+    gathers: gl.constexpr = 32 * GATHER_WARPS
+    init_barriers((latents,), 1 + gathers if CONFIG.GATHERS else 1, 1)
+    init_barriers((alphas,), 1, 1)
+    init_barriers((high,), gathers if CONFIG.GATHERS else 1, 1)
+    init_barriers((queries, factors), 1, 1)
+    gl.warp_specialize(
+        [
+            (
+                attend_high,
                 (
-                    attend_high,
-                    (
-                        queries, latents, high, alphas, factors, out, partial, requests, work,
-                        scales, sizes, CONFIG,
-                    ),
+                    queries, latents, high, alphas, factors, out, partial, requests, plan,
+                    scales, sizes, CONFIG,
                 ),
-                (
-                    attend_low,
-                    (latents, alphas, factors, out, partial, requests, work, sizes, CONFIG),
-                ),
-                (
-                    gather_latents if CONFIG.GATHERS else load_latents,
-                    (queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG),
-                ),
-            ],
-            [4, GATHER_WARPS if CONFIG.GATHERS else 1],
-            [224, 40] if CONFIG.GATHERS else [240, 24],
-        )  # fmt: skip
+            ),
+            (
+                attend_low,
+                (latents, alphas, factors, out, partial, requests, plan, sizes, CONFIG),
+            ),
+            (
+                gather_latents if CONFIG.GATHERS else load_latents,
+                (queries, latents, high, q_rows, k_rows, requests, plan, sizes, CONFIG),
+            ),
+        ],
+        [4, GATHER_WARPS if CONFIG.GATHERS else 1],
+        [224, 40] if CONFIG.GATHERS else [240, 24],
+    )  # fmt: skip

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attn_core.backends.triton.hopper.channel import aggregate
-from attn_core.backends.triton.hopper.split_kv import split_item
+from attn_core.backends.triton.hopper.program_work import prefetch_for_merge, program_work
+from attn_core.backends.triton.hopper.split_kv import item_pages, next_block, split_item
 
 # Columns of a latent: LOW and MIDDLE, 256 + 128, then 128 of the high ones, then the rotary ones.
 MIDDLE = gl.constexpr(256)
@@ -158,11 +159,13 @@ def lookup_rows(store, slots, block, count, L: gl.constexpr):
 
 @gluon.jit
 def gather_latents(
-    queries, latents, high, q_rows, store, requests, work, sizes, CONFIG: gl.constexpr
+    queries, latents, high, q_rows, store, requests, plan, sizes, CONFIG: gl.constexpr
 ):
     """Bring what load_latents brings, of pages of one token: page tables hold slots."""
     ROWS: gl.constexpr = 64 // (4 * GATHER_WARPS)
     L: gl.constexpr = gl.BlockedLayout([ROWS, 8], [4, 8], [GATHER_WARPS, 1], [1, 0])
+    work = program_work(plan, sizes, CONFIG)
+    prefetch_for_merge(work, sizes, CONFIG)
     step = 0
     block = 0
     iteration = 0
@@ -204,13 +207,15 @@ def find_rows(pages, block, seq_len, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_latents(
-    queries, latents, high, q_rows, k_rows, requests, work, sizes, CONFIG: gl.constexpr
+    queries, latents, high, q_rows, k_rows, requests, plan, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Bring the queries and then the latents of each item, the last block first.
 
     The page of a block is looked up while the block before it is brought. The first block comes
     before those queries that wait for the end of the item before.
     """
+    work = program_work(plan, sizes, CONFIG)
+    prefetch_for_merge(work, sizes, CONFIG)
     step = 0
     block = 0
     iteration = 0
@@ -219,15 +224,16 @@ def load_latents(
     while next_unit < work.last:
         item = split_item(work, seq, next_unit, requests, sizes, CONFIG)
         seq = item.seq
-        pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+        first_pages, pages = item_pages(work, next_unit, item, requests, sizes, CONFIG)
         q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
-        last = item.first_block + item.num_blocks - 1
+        key_block = item.begin_block
         load_first_queries(latents, q_rows, q_row, step)
-        rows = find_rows(pages, last, item.seq_len, CONFIG)
+        rows = find_rows(first_pages, key_block, item.seq_len, CONFIG)
         step += 1
         for i in range(0, gl.maximum(item.num_blocks, 1)):
             if i < item.num_blocks:
-                following = find_rows(pages, gl.maximum(last - i - 1, 0), item.seq_len, CONFIG)
+                key_block = next_block(item, key_block, CONFIG)
+                following = find_rows(pages, gl.maximum(key_block, 0), item.seq_len, CONFIG)
                 load_block(latents, high, k_rows, rows, step, block)
                 rows = following
                 step += 1

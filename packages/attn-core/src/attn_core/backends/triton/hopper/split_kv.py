@@ -10,41 +10,19 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn_core.backends.triton.hopper.program_work import tile_units_of
 from attn_core.backends.triton.portable.arguments import (
-    ALL_UNITS,
     BEGIN,
     END,
-    FIRST_SPAN,
+    FIRST_BLOCK,
     FIRST_UNIT,
     LEVEL,
-    NUMBER,
+    PAGES,
     QUERIES,
-    QUOTA,
     REQUEST,
     SPAN,
     TOKEN,
 )
-
-
-class Work(NamedTuple):
-    """Units start … end of the queue of work, a program's share; indptr: see plan_splits.
-
-    No item begins from unit `last` on. quota: the units of each program but the last ones. A
-    sequence is a request, or a span if SHARED. seq: that of the first unit; first_span: what
-    plan_shared says of it. lane: of a part's programs this one; row_block: which TILE_ROWS of each
-    head that makes, see decode_splits.
-    """
-
-    indptr: Any
-    spans: Any
-    first_span: Any
-    start: Any
-    end: Any
-    last: Any
-    quota: Any
-    seq: Any
-    lane: Any
-    row_block: Any
 
 
 class SplitItem(NamedTuple):
@@ -75,102 +53,6 @@ class SplitItem(NamedTuple):
     num_blocks: Any
     begin_block: Any
     next_unit: Any
-
-
-@gluon.jit
-def launch_dependents():
-    """Let the launch of merge_splits begin, which waits for the partial states by itself."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def prefetch(ptr):
-    """Bring what lies at a pointer into the L2 cache; nobody waits for it."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0",
-        "=r,l",
-        [ptr.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def prefetch_request(requests, sizes, CONFIG: gl.constexpr):
-    """Prefetch the lengths and pages of what is this program's request if all are as long.
-
-    Between two layers the weights of others have passed the caches.
-    """
-    seq = gl.program_id(0) * sizes.batch // gl.num_programs(0)
-    if not CONFIG.SHARED:
-        prefetch(requests.cu_seqlens_q + seq)
-        prefetch(requests.seq_lens + seq)
-    prefetch(requests.page_table + seq.to(gl.int64) * sizes.table_stride)
-
-
-@gluon.jit
-def tile_units_of(indptr, sizes, CONFIG: gl.constexpr):
-    """Return the units that come before the keys of each tile."""
-    tile_units = CONFIG.TILE_UNITS
-    if CONFIG.PLANNED_QUOTA:
-        tile_units = gl.load(indptr + sizes.batch + 2)
-    return tile_units
-
-
-@gluon.jit
-def find_first(indptr, sizes, CONFIG: gl.constexpr):
-    """Return all units, those of a program, and the request in which this program's begin."""
-    # all at once: a search would wait for one load after the other
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # each warp has all of them
-    i = gl.arange(0, 128, L)
-    ends = gl.load(indptr + 1 + i, mask=i < sizes.batch, other=0)
-    TURNS: gl.constexpr = CONFIG.HEADS // CONFIG.HEADS_AT_ONCE
-    LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
-    num_units = gl.load(indptr + sizes.batch) * TURNS
-    if CONFIG.PLANNED_QUOTA:
-        quota = gl.load(indptr + sizes.batch + 1)
-    else:
-        parts = gl.num_programs(0) // LANES
-        quota = gl.maximum((num_units + parts - 1) // parts, CONFIG.MIN_UNITS)
-    start = gl.program_id(0) // LANES * quota
-    earlier = ((i < sizes.batch) & (ends * TURNS <= start)).to(gl.int32)
-    for low in range(128, sizes.batch, 128):
-        ends = gl.load(indptr + 1 + low + i, mask=low + i < sizes.batch, other=0)
-        earlier += ((low + i < sizes.batch) & (ends * TURNS <= start)).to(gl.int32)
-    return num_units, quota, gl.sum(earlier, 0)
-
-
-@gluon.jit
-def program_work(indptr, spans, first_spans, sizes, CONFIG: gl.constexpr):
-    """Return the units of this program: as many for each part, the last ones may have none."""
-    LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
-    part = gl.program_id(0) // LANES
-    first_span = first_spans + part * FIRST_SPAN
-    if CONFIG.SHARED:
-        num_units = gl.load(first_span + ALL_UNITS)
-        quota = gl.load(first_span + QUOTA)
-        seq = gl.load(first_span + NUMBER)
-        # the merge reads these; all programs at once would wait for one place in the cache
-        if gl.program_id(0) % LANES == 0:
-            prefetch(spans + seq * SPAN)
-            prefetch(indptr + seq)
-        if gl.program_id(0) == 0:
-            prefetch(indptr + sizes.batch)
-            prefetch(indptr + 2 * sizes.batch)
-    else:
-        num_units, quota, seq = find_first(indptr, sizes, CONFIG)
-    start = part * quota
-    end = gl.minimum(start + quota, num_units)
-    last = end
-    if CONFIG.TILE_UNITS > 0 or CONFIG.PLANNED_QUOTA:
-        last = end - tile_units_of(indptr, sizes, CONFIG)
-        last = gl.maximum(last, gl.minimum(start + 1, end))
-    lane = gl.program_id(0) % LANES
-    row_block = lane % CONFIG.ROW_BLOCKS
-    return Work(indptr, spans, first_span, start, end, last, quota, seq, lane, row_block)
 
 
 @gluon.jit
@@ -257,6 +139,23 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
         seq_len, context_len, first_key, first_block, end_block - first_block, begin_block,
         next_unit,
     )  # fmt: skip
+
+
+@gluon.jit
+def item_pages(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
+    """Return what leads to the pages of an item's first block, and to those of all of its blocks.
+
+    Each is a pointer beside which the page number p of the request lies p places further. The plan
+    has looked up the first block of a program, so that its keys need not wait for the page table.
+    """
+    pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
+    first = pages
+    if CONFIG.SHARED:
+        block = gl.load(work.first_span + FIRST_BLOCK)
+        looked_up = work.first_span + (PAGES - block * CONFIG.BN // CONFIG.PAGE)
+        is_first = (unit == work.start) & (block == item.begin_block)
+        first = gl.where(is_first, looked_up, pages)
+    return first, pages
 
 
 @gluon.jit

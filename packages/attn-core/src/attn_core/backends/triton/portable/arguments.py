@@ -24,13 +24,17 @@ OUTER = tl.constexpr(6)
 INNER = tl.constexpr(7)
 SPAN = tl.constexpr(8)  # how many there are: 32 bytes, a sector of memory
 
-# what follows the fields before OUTER in the span that a part begins in, see plan_shared
-FIRST_UNIT = tl.constexpr(6)
-END_UNIT = tl.constexpr(7)
+# what follows the fields before OUTER in the span that a part begins in, see plan_shared. What a
+# kernel loads first is of both sectors, so that the rest is near when it asks for it.
+ALL_UNITS = tl.constexpr(6)
+QUOTA = tl.constexpr(7)
 NUMBER = tl.constexpr(8)
-QUOTA = tl.constexpr(9)
-ALL_UNITS = tl.constexpr(10)
-FIRST_SPAN = tl.constexpr(16)  # how many there may be: 64 bytes
+FIRST_UNIT = tl.constexpr(9)
+END_UNIT = tl.constexpr(10)
+FIRST_BLOCK = tl.constexpr(11)
+PAGES = tl.constexpr(12)  # as many as a block of keys has, MOST_PAGES at most
+MOST_PAGES = tl.constexpr(16)
+FIRST_SPAN = tl.constexpr(32)  # how many there may be: 128 bytes, a line of the cache
 
 
 class Queries(NamedTuple):

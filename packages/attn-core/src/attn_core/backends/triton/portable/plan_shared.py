@@ -19,10 +19,7 @@ from attn_core.backends.triton.portable.arguments import (
     SPAN,
     TOKEN,
 )
-from attn_core.backends.triton.portable.first_spans import (
-    store_first_span,
-    store_first_spans,
-)
+from attn_core.backends.triton.portable.first_spans import store_first_span, store_first_spans
 
 NONE = tl.constexpr(1 << 30)  # more granules than any request has
 
@@ -178,17 +175,11 @@ def plan_shared(
     table_stride,
     columns,
     GRANULE: tl.constexpr,
-    PAGE: tl.constexpr,
     GROUP: tl.constexpr,
-    TILE_UNITS: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    TURNS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    PARTS_WIDTH: tl.constexpr,
+    CUT: tl.constexpr,
 ):
     """Find groups of neighbours whose first pages are equal; plan the work of groups and requests.
 
@@ -208,7 +199,9 @@ def plan_shared(
     The work is cut into PARTS, of MIN_UNITS or more, KV heads take it in TURNS. If PARTS is not 0,
     each part also has a first span int32 [FIRST_SPAN]: the fields REQUEST … END of the span that it
     begins in, that span's work FIRST_UNIT … END_UNIT and its NUMBER, the QUOTA of a part, and
-    ALL_UNITS of all turns. So a program has one place to look, and not the same as all others.
+    ALL_UNITS of all turns. FIRST_BLOCK is the block of BN keys that it attends to first, and PAGES
+    are the pages of that block; -1 for no block, or for one of too many pages. So a program has one
+    place to look, and not the same as all others.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -227,25 +220,25 @@ def plan_shared(
     first_spans = common + columns
     zeros = request * 0
     if alone:
-        units = _units_of(queries, length, zeros, BN, TILE_UNITS)
+        units = _units_of(queries, length, zeros, CUT.BN, CUT.TILE_UNITS)
         work = tl.sum(units, 0)
         if b == 0:
             _store_requests(
-                buffer, spans, request, batch, token, queries, length, zeros, BN, TILE_UNITS
+                buffer, spans, request, batch, token, queries, length, zeros, CUT.BN, CUT.TILE_UNITS
             )
             tl.store(buffer + batch + 1 + request, work, mask=ok)
-        if PARTS > 0:
+        if CUT.PARTS > 0:
             first_unit = tl.sum(tl.where(request < b, units, 0), 0)
             first_query = tl.load(cu + b)
             num_queries = tl.load(cu + b + 1) - first_query
             num_keys = tl.load(lengths + b)
-            end_unit = first_unit + _units_of(num_queries, num_keys, 0, BN, TILE_UNITS)
+            end_unit = first_unit + _units_of(num_queries, num_keys, 0, CUT.BN, CUT.TILE_UNITS)
             store_first_span(
-                first_spans, b, first_query, num_queries, num_keys, first_unit, end_unit, work,
-                MIN_UNITS, TURNS, PARTS, PARTS_WIDTH,
+                first_spans, table, table_stride, b, first_query, num_queries, num_keys,
+                first_unit, end_unit, work, CUT,
             )  # fmt: skip
     elif _compare(
-        cu, lengths, table, common, counter, b, batch, table_stride, GRANULE, PAGE, WIDTH
+        cu, lengths, table, common, counter, b, batch, table_stride, GRANULE, CUT.PAGE, WIDTH
     ):
         right = tl.load(common + request, mask=has_next, other=0, cache_modifier=".cg")
         left = tl.load(common + request - 1, mask=ok & (request > 0), other=0, cache_modifier=".cg")
@@ -254,19 +247,18 @@ def plan_shared(
         in_inner, inner_first, inner_last, inner_end = _join(request, left, right, base)
         begin = tl.where(in_inner, inner_end, tl.where(in_outer, outer_end, 0)) * GRANULE
         work = _store_requests(
-            buffer, spans, request, batch, token, queries, length, begin, BN, TILE_UNITS
+            buffer, spans, request, batch, token, queries, length, begin, CUT.BN, CUT.TILE_UNITS
         )
         groups, work = _store_groups(
             cu, buffer, spans, batch, request, 1, 0, work, in_outer, outer_first,
-            outer_last, zeros, outer_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+            outer_last, zeros, outer_end, GROUP, GRANULE, BM, CUT.BN, CUT.TILE_UNITS,
         )  # fmt: skip
         groups, work = _store_groups(
             cu, buffer, spans, batch, request, 2, groups, work, in_inner, inner_first,
-            inner_last, outer_end, inner_end, GROUP, GRANULE, BM, BN, TILE_UNITS,
+            inner_last, outer_end, inner_end, GROUP, GRANULE, BM, CUT.BN, CUT.TILE_UNITS,
         )  # fmt: skip
         tl.store(buffer + batch + 1 + request, work + zeros, mask=ok & (request >= groups))
-        if PARTS > 0:
+        if CUT.PARTS > 0:
             store_first_spans(
-                buffer, spans, first_spans, 2 * batch, work,
-                MIN_UNITS, TURNS, PARTS, PARTS_WIDTH, 2 * BLOCK,
+                buffer, spans, first_spans, table, table_stride, 2 * batch, work, CUT, 2 * BLOCK,
             )  # fmt: skip
