@@ -7,7 +7,6 @@ import datetime
 import pathlib
 import platform
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ from benchmarks.ours import our_backend
 from benchmarks.peers import PEERS
 from benchmarks.peers.sharing import SHARING
 from benchmarks.regret_tune import part_of
-from benchmarks.results import FOLDER, Entry, Report, default_path, load
+from benchmarks.results import FOLDER, Entry, Report, command_of, default_path, load
 from benchmarks.runner import DeviceLost, measure_all
 from benchmarks.suites import PHASES, SHARED, cases_of
 from benchmarks.timing import NARROW, measure_ceilings, timer_for
@@ -125,16 +124,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _without_place(arguments: Sequence[str]) -> list[str]:
-    """Leave away where results go and which part they are: what is left is said of all."""
-    left = [x for x in arguments if x != "--resume"]
-    for option in ("--out", "--part"):
-        while option in left:
-            at = left.index(option)
-            del left[at : at + 2]
-    return left
-
-
 def settled(report: Report) -> Report:
     """Return a report without the cases in which something disturbed a measurement."""
 
@@ -227,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=device_name(device),
         versions=versions(c.distribution for c in (ours, *peers)),
         ceilings=asdict(ceilings),
-        command="python -m benchmarks.attention " + shlex.join(_without_place(argv)),
+        command=command_of("benchmarks.attention", argv),
     )
     if args.peers == "all" and (missing := [p.name for p in offered(args.phase) if p not in peers]):
         report = replace(report, notes=(f"not installed: {', '.join(missing)}",))

@@ -14,7 +14,6 @@ import datetime
 import json
 import pathlib
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from benchmarks.cases import LATENT, ROPE, Case, build
 from benchmarks.linear_cases import LinearCase
 from benchmarks.ours import device_kind
 from benchmarks.recorded import recording
-from benchmarks.results import FOLDER, slug
+from benchmarks.results import FOLDER, command_of, slug
 from benchmarks.sparse_cases import PAGE, STORES, SparseCase, Store
 
 Call = Callable[[], object]
@@ -270,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device_name(device),
         "versions": versions(["attn-core", *LIBRARIES]),
-        "command": "python -m benchmarks.layer_calls " + shlex.join(argv),
+        "command": command_of("benchmarks.layer_calls", argv),
         "limit_us": LIMIT_US,
         "calls": result,
     }

@@ -11,7 +11,6 @@ import argparse
 import datetime
 import json
 import pathlib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from benchmarks.added import LIMITS, Overhead, measure
 from benchmarks.attention import device_name, versions
 from benchmarks.cases import LATENT, ROPE, Case
 from benchmarks.ours import device_kind, row_of
-from benchmarks.results import FOLDER, slug
+from benchmarks.results import FOLDER, command_of, slug
 
 DISTRIBUTIONS = (
     "flash-attn-3",
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(results[-1]), flush=True)
     path = args.out or FOLDER / f"overhead.{slug(device_name(device))}.json"
     if results:
-        save(path, device, results, "python -m benchmarks.overhead " + shlex.join(argv))
+        save(path, device, results, command_of("benchmarks.overhead", argv))
         print(f"limits: {', '.join(f'{k} {v:g}' for k, v in LIMITS.items())}; {path}")
     return 0 if results else 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -202,6 +203,16 @@ def load_all(folder: pathlib.Path = FOLDER) -> dict[str, Report]:
 def default_path(device: str, suite: str) -> pathlib.Path:
     """Return results/attention.<device>.<suite>.json."""
     return FOLDER / f"attention.{slug(device)}.{suite}.json"
+
+
+def command_of(module: str, arguments: Sequence[str]) -> str:
+    """Return the command line that repeats a run, without where it writes and which part it is."""
+    left = [x for x in arguments if x != "--resume"]
+    for option in ("--out", "--part"):
+        while option in left:
+            at = left.index(option)
+            del left[at : at + 2]
+    return shlex.join(["python", "-m", module, *left])
 
 
 def slug(device: str) -> str:

@@ -26,7 +26,7 @@ from benchmarks.cases import Case, Inputs, build
 from benchmarks.compiling import Field, compile_kernels
 from benchmarks.contestant import Contestant
 from benchmarks.ours import our_backend, prepared_backend
-from benchmarks.results import FOLDER, slug
+from benchmarks.results import FOLDER, command_of, slug
 from benchmarks.runner import tolerance
 from benchmarks.suites import grid, shared
 from benchmarks.timing import Call, Timer, timer_for
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "device": device_name(device),
             "versions": versions(["attn-core"]),
-            "command": " ".join(["python -m benchmarks.shared_cost", *argv]),
+            "command": command_of("benchmarks.shared_cost", argv),
             "limits": {"ratio": MOST_RATIO, "plan_us": MOST_PLAN_US},
             "found": result,
         }

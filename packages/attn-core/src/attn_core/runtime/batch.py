@@ -235,7 +235,8 @@ class ForwardBatch:
         """Build a batch from ragged lengths.
 
         query_lens, seq_lens: B ints each; seq_lens includes this pass's tokens.
-        page_table: int32 [B, max_pages] of the view "full"; `views` adds more views.
+        page_table: int32 [B, max_pages] of the view "full"; `views` adds more views. It is complete
+        when the pass is planned, because a plan may name pages.
         writes: False if the engine writes the K/V of "full" itself.
         Positions count up to the sequence length; in a tree they are prefix + depth. Raises
         BatchError.
