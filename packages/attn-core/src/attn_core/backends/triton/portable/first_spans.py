@@ -31,7 +31,7 @@ from attn_core.backends.triton.portable.arguments import (
 
 
 class Cut(NamedTuple):
-    """Constants of how the work is cut, see plan_shared."""
+    """Constants of how the work is cut, see plan_shared. WIDTH: a power of two, PARTS or more."""
 
     PAGE: int
     BN: int
@@ -40,6 +40,11 @@ class Cut(NamedTuple):
     TURNS: int
     PARTS: int
     WIDTH: int
+
+
+@triton.jit
+def _quota_of(units, CUT: tl.constexpr):
+    return tl.maximum(tl.cdiv(units * CUT.TURNS, CUT.PARTS), CUT.MIN_UNITS)
 
 
 @triton.jit
@@ -70,7 +75,7 @@ def _store(
     end_unit, number, units, CUT: tl.constexpr,
 ):  # fmt: skip
     """Store the first span of each part that is `ok` [WIDTH], and the pages of its first block."""
-    quota = tl.maximum(tl.cdiv(units * CUT.TURNS, CUT.PARTS), CUT.MIN_UNITS)
+    quota = _quota_of(units, CUT)
     part = tl.arange(0, CUT.WIDTH)
     all_units = units * CUT.TURNS
     block = _first_block(
@@ -111,7 +116,7 @@ def store_first_span(
     Its work is first_unit … end_unit of all `units`, of one turn each. Parts without work have
     request 0. All requests do this at once.
     """
-    quota = tl.maximum(tl.cdiv(units * CUT.TURNS, CUT.PARTS), CUT.MIN_UNITS)
+    quota = _quota_of(units, CUT)
     part = tl.arange(0, CUT.WIDTH)
     zero = part * 0
     start = part * quota
@@ -129,7 +134,7 @@ def store_first_spans(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the first span of each part, of the `seqs` spans of a plan, at most BLOCK."""
-    quota = tl.maximum(tl.cdiv(units * CUT.TURNS, CUT.PARTS), CUT.MIN_UNITS)
+    quota = _quota_of(units, CUT)
     tl.debug_barrier()  # other threads have stored what is read here
     i = tl.arange(0, BLOCK)
     end = tl.load(work_indptr + 1 + i, mask=i < seqs, other=0)

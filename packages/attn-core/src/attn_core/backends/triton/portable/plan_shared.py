@@ -200,8 +200,8 @@ def plan_shared(
     each part also has a first span int32 [FIRST_SPAN]: the fields REQUEST … END of the span that it
     begins in, that span's work FIRST_UNIT … END_UNIT and its NUMBER, the QUOTA of a part, and
     ALL_UNITS of all turns. FIRST_BLOCK is the block of BN keys that it attends to first, and PAGES
-    are the pages of that block; -1 for no block, or for one of too many pages. So a program has one
-    place to look, and not the same as all others.
+    has the pages of that block. It is -1 for none, or where a block has more pages than MOST_PAGES.
+    So a program has one place to look, and not the same as all others.
     """
     b = tl.program_id(0)
     request = tl.arange(0, BLOCK)
