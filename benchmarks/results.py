@@ -207,8 +207,10 @@ def default_path(device: str, suite: str) -> pathlib.Path:
 
 def command_of(module: str, arguments: Sequence[str]) -> str:
     """Return the command line that repeats a run, without where it writes and which part it is."""
-    left = [x for x in arguments if x != "--resume"]
-    for option in ("--out", "--part"):
+    places = ("--out", "--part")
+    joined = tuple(f"{option}=" for option in places)
+    left = [x for x in arguments if x != "--resume" and not x.startswith(joined)]
+    for option in places:
         while option in left:
             at = left.index(option)
             del left[at : at + 2]

@@ -17,6 +17,7 @@ from benchmarks.results import (
     Entry,
     Measured,
     Report,
+    command_of,
     default_path,
     load,
     load_all,
@@ -236,3 +237,8 @@ def test_a_wrong_result_of_linear_attention_has_no_time(monkeypatch, tmp_path):
     page = linear_page(monkeypatch, tmp_path, linear_case(wrong=True))
     assert "| gdn 1x1 heads 16/32 fp32 | - | **20.0** | - | - | 5.0 |" in page
     assert "- ours: `a wrong result`" in page
+
+
+def test_a_command_repeats_all_of_a_run_and_says_no_place():
+    arguments = ["--cases", "a|b c", "--out", "f.json", "--part=1/2", "--resume", "--out=g"]
+    assert command_of("benchmarks.x", arguments) == "python -m benchmarks.x --cases 'a|b c'"
