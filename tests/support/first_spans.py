@@ -8,7 +8,7 @@ FIELDS, FIRST_BLOCK, PAGES, MOST_PAGES = 32, 11, 12, 16
 def first_spans(
     indptr, spans, *, parts, turns, min_units, table=None, page=64, block=64, tile_units=0
 ):
-    """Return int32 [parts, 32], see plan_shared; of a part without work only two fields count.
+    """Return int32 [parts, 32], see plan_shared; of a part without work three fields count.
 
     indptr: the units before each span. spans: int32 [spans, 8]. table: the page table int32
     [batch, pages]; None, and where a block has more than 16 pages: no part has a first block.

@@ -103,6 +103,23 @@ def test_random_batches(seed):
     check(*plan, **more)
 
 
+@pytest.mark.parametrize("quota", [2, 3, 5, 7])
+@pytest.mark.parametrize("tile_units", [0, 1])
+def test_parts_of_a_tile_begin_with_the_same_key(quota, tile_units):
+    """Of a group of 12 requests with 15 blocks: its parts begin where their windows end."""
+    rows = -(-12 * 4 * 8 // 64)  # tiles of the group, and each request has a block of its own
+    units = 12 * (1 + tile_units) + rows * (15 + tile_units)
+    more = {"parts": -(-units // quota), "turns": 1, "min_units": 1, "tile_units": tile_units}
+    buffer, table = planned([15 * 64 + 8] * 12, [8] * 12, [0] + [15] * 11, **more)
+    check(buffer, table, **more)
+    fields = first_spans_of(buffer)[: FIELDS * more["parts"]].view(-1, FIELDS)
+    group = fields[fields[:, arguments.LEVEL.value] == 1]
+    blocks = group[:, FIRST_BLOCK]
+    ends = blocks % quota == quota - 1
+    assert len(group) > rows
+    assert ends.sum() > 0.6 * len(group), "but for parts of few blocks"
+
+
 def test_a_pass_without_work():
     buffer, _ = planned([0, 0], [0, 0], [0, 0], parts=4)
     fields = first_spans_of(buffer)[: 4 * FIELDS].view(4, FIELDS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_gluon import HOPPER, Pointer, launch, load
-from first_spans import first_spans
+from first_spans import PAGES, first_spans
 
 DIM, LATENT, BLOCK, SCALE = 576, 512, 64, 0.07
 LOG2E = 1.4426950408889634
@@ -114,6 +114,15 @@ def test_equals_float64(group, queries, plan, dense):
 @pytest.mark.parametrize("tile_units", [0, 2])
 @pytest.mark.parametrize("parts", [1, 3, 7, 30])
 def test_requests_that_share_keys(parts, tile_units):
+    share_keys(parts, tile_units)
+
+
+def test_the_first_latents_are_read_from_the_pages_of_the_plan():
+    with pytest.raises(AssertionError):
+        share_keys(7, 0, wrong_pages=True)
+
+
+def share_keys(parts, tile_units, *, wrong_pages=False):
     """Five requests of 16 heads: their group is two tiles, and each has one of its own keys."""
     torch.manual_seed(parts)
     group, page, shared, lengths = 16, 16, 192, [230, 300, 257, 193, 448]
@@ -142,6 +151,8 @@ def test_requests_that_share_keys(parts, tile_units):
         page=page,
         tile_units=tile_units,
     )
+    if wrong_pages:
+        first[:, PAGES:] = 0
     places = parts * 2 * 64 + 3 * batch * group
     partial_out, partial_lse = torch.full((places, LATENT), torch.nan), torch.full((places,), 0.0)
     out = torch.full((batch, group, LATENT), torch.nan).bfloat16()  # no item is final

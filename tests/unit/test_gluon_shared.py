@@ -59,6 +59,7 @@ def test_the_first_block_is_read_from_the_pages_of_the_plan(rows):
     run(rows=rows, page=16)
     with pytest.raises(AssertionError, match="not close"):
         run(rows=rows, page=16, wrong_pages=True)
+    run(rows=rows, page=16, wrong_pages=True, planned_blocks=False)
 
 
 def begin_with_the_planned_block(plan, requests, batch, config):
@@ -77,6 +78,7 @@ def begin_with_the_planned_block(plan, requests, batch, config):
 def run(
     *, at_once=2, parts=4, tile_units=0, queries=1, group=2, page=64, block=64, rows=64, batch=6,
     tree=False, hnd=False, copy_rows=16, without_keys=False, wrong_pages=False,
+    planned_blocks=True,
 ):  # fmt: skip
     """Run the kernel over pages that requests share, merge the states, and compare."""
     torch.manual_seed(0)
@@ -121,6 +123,8 @@ def run(
     )  # fmt: skip
     if wrong_pages:
         first[:, PAGES:] = 0
+    if not planned_blocks:
+        first[:, FIRST_BLOCK] = -1
     programs = parts * at_once
     places = programs * 2 * rows + 3 * tokens * HEADS * group
     out = torch.full((tokens, HEADS * group, D), torch.nan).bfloat16()
@@ -145,7 +149,8 @@ def run(
         Pointer(table),
     )  # fmt: skip
     plan = [Pointer(x) for x in (indptr, planned, first)]
-    launch(begin_with_the_planned_block, (programs, 1, 1), plan, requests, batch, config)
+    if planned_blocks:
+        launch(begin_with_the_planned_block, (programs, 1, 1), plan, requests, batch, config)
     launch(
         load("decode", HOPPER).decode_hopper, (programs, 1, 1),
         arguments.Queries(Pointer(q), HEADS * group * D, D),

@@ -71,7 +71,7 @@ class Scheduler:
         self._counter = torch.zeros(2, dtype=torch.int32, device=config.device)
 
     def buffer(self, requests: int) -> Tensor:
-        """Return rows for the plan of a batch, each aligned to 32 bytes, a sector of memory."""
+        """Return rows for the plan of a batch, each aligned to 128 bytes, a line of the cache."""
         shape = buffer_shape(requests, self._processors if self.config.shared_prefix else 0)
         return torch.empty(shape, dtype=torch.int32, device=self.config.device)
 

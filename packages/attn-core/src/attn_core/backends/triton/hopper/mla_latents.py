@@ -209,7 +209,7 @@ def find_rows(pages, block, seq_len, CONFIG: gl.constexpr):
 def load_latents(
     queries, latents, high, q_rows, k_rows, requests, plan, sizes, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Bring the queries and then the latents of each item, the last block first.
+    """Bring the queries and then the latents of each item, in the order of next_block.
 
     The page of a block is looked up while the block before it is brought. The first block comes
     before those queries that wait for the end of the item before.

@@ -116,7 +116,7 @@ def find_first(indptr, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def prefetch_first_span(plan, CONFIG: gl.constexpr):
-    """Prefetch what program_work reads, before the warps part that will read it."""
+    """Prefetch the two sectors that program_work reads, while the groups of warps are formed."""
     if CONFIG.SHARED:
         LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
         first_span = plan.first_spans + gl.program_id(0) // LANES * FIRST_SPAN

@@ -147,6 +147,7 @@ def item_pages(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
 
     Each is a pointer beside which the page number p of the request lies p places further. The plan
     has looked up the first block of a program, so that its keys need not wait for the page table.
+    Of an item without keys nothing is read: its block is -1, as the plan says of no block.
     """
     pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
     first = pages

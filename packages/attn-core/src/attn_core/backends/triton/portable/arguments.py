@@ -24,8 +24,8 @@ OUTER = tl.constexpr(6)
 INNER = tl.constexpr(7)
 SPAN = tl.constexpr(8)  # how many there are: 32 bytes, a sector of memory
 
-# what follows the fields before OUTER in the span that a part begins in, see plan_shared: a kernel
-# first loads ALL_UNITS, QUOTA and NUMBER, of two sectors of memory, which have what it loads next
+# What follows the fields before OUTER in the span that a part begins in, see plan_shared. A kernel
+# loads ALL_UNITS, QUOTA and NUMBER first. They lie in two sectors, which hold what it loads next.
 ALL_UNITS = tl.constexpr(6)
 QUOTA = tl.constexpr(7)
 NUMBER = tl.constexpr(8)

@@ -48,16 +48,13 @@ def _quota_of(units, CUT: tl.constexpr):
 
 
 @triton.jit
-def _first_block(
-    start, quota, all_units, first_unit, end_unit, level, begin, end, CUT: tl.constexpr
-):  # fmt: skip
+def _first_block(start, quota, all_units, first_unit, level, begin, end, CUT: tl.constexpr):
     """Return the block of keys that parts attend to first, as split_item has it; -1 for none.
 
     start: the unit that a part begins with. The other numbers are those of its first span.
     """
     blocks = tl.maximum(tl.cdiv(end, CUT.BN) - begin // CUT.BN, 1)  # of a tile
-    unit = (start - first_unit * CUT.TURNS) % tl.maximum(end_unit - first_unit, 1)
-    unit = unit % (blocks + CUT.TILE_UNITS)
+    unit = (start - first_unit * CUT.TURNS) % (blocks + CUT.TILE_UNITS)  # of a tile, too
     behind = tl.minimum(unit + tl.minimum(quota, all_units - start), blocks + CUT.TILE_UNITS)
     low = tl.maximum(unit - CUT.TILE_UNITS, 0)
     high = behind - CUT.TILE_UNITS
@@ -78,9 +75,7 @@ def _store(
     quota = _quota_of(units, CUT)
     part = tl.arange(0, CUT.WIDTH)
     all_units = units * CUT.TURNS
-    block = _first_block(
-        part * quota, quota, all_units, first_unit, end_unit, level, begin, end, CUT
-    )  # fmt: skip
+    block = _first_block(part * quota, quota, all_units, first_unit, level, begin, end, CUT)
     span = first_spans + part * FIRST_SPAN
     tl.store(span + REQUEST, request, mask=ok)
     tl.store(span + LEVEL, level, mask=ok)
@@ -96,12 +91,11 @@ def _store(
     COUNT: tl.constexpr = max(CUT.BN // CUT.PAGE, 1)
     if COUNT <= MOST_PAGES:
         tl.store(span + FIRST_BLOCK, block, mask=ok)
-        i = tl.arange(0, COUNT)[None, :]
-        page = tl.minimum(block[:, None] * CUT.BN // CUT.PAGE + i, ((end - 1) // CUT.PAGE)[:, None])
+        known = ok & (block >= 0)
         row = table + request.to(tl.int64) * table_stride
-        known = (ok & (block >= 0))[:, None]
-        pages = tl.load(row[:, None] + page, mask=known, other=0)
-        tl.store(span[:, None] + PAGES + i, pages, mask=known)
+        for i in tl.static_range(COUNT):
+            page = tl.minimum(block * CUT.BN // CUT.PAGE + i, (end - 1) // CUT.PAGE)
+            tl.store(span + PAGES + i, tl.load(row + page, mask=known, other=0), mask=known)
     else:
         tl.store(span + FIRST_BLOCK, -1, mask=ok)
 
