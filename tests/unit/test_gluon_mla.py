@@ -142,15 +142,9 @@ def share_keys(parts, tile_units, *, wrong_pages=False):
     indptr = torch.tensor([0, *torch.tensor(units).cumsum(0).tolist()]).int()
     quota = max(1 + tile_units, -(-sum(units) // parts))
     first = first_spans(
-        indptr,
-        planned,
-        parts=parts,
-        turns=1,
-        min_units=1 + tile_units,
-        table=table,
-        page=page,
+        indptr, planned, parts=parts, turns=1, min_units=1 + tile_units, table=table, page=page,
         tile_units=tile_units,
-    )
+    )  # fmt: skip
     if wrong_pages:
         first[:, PAGES:] = 0
     places = parts * 2 * 64 + 3 * batch * group

@@ -267,10 +267,7 @@ def decode_mla_hopper(
                     scales, sizes, CONFIG,
                 ),
             ),
-            (
-                attend_low,
-                (latents, alphas, factors, out, partial, requests, plan, sizes, CONFIG),
-            ),
+            (attend_low, (latents, alphas, factors, out, partial, requests, plan, sizes, CONFIG)),
             (
                 gather_latents if CONFIG.GATHERS else load_latents,
                 (queries, latents, high, q_rows, k_rows, requests, plan, sizes, CONFIG),

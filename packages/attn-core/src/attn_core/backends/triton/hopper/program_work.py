@@ -126,7 +126,10 @@ def prefetch_first_span(plan, CONFIG: gl.constexpr):
 
 @gluon.jit
 def prefetch_for_merge(work, sizes, CONFIG: gl.constexpr):
-    """Prefetch what the merge reads. All programs at once would wait for one place in the cache."""
+    """Prefetch what the merge reads; one program of a part does.
+
+    If all programs asked for one place in the cache at once, they would wait for each other.
+    """
     if CONFIG.SHARED:
         if work.lane == 0:
             prefetch(work.spans + work.seq * SPAN)
@@ -140,7 +143,7 @@ def prefetch_for_merge(work, sizes, CONFIG: gl.constexpr):
 def program_work(plan, sizes, CONFIG: gl.constexpr):
     """Return the units of this program: as many for each part, the last ones may have none.
 
-    Each group of warps looks it up for itself, so that they need not wait for one of them.
+    Each group of warps looks it up for itself, so that none waits for another.
     """
     LANES: gl.constexpr = CONFIG.HEADS_AT_ONCE * CONFIG.ROW_BLOCKS
     part = gl.program_id(0) // LANES

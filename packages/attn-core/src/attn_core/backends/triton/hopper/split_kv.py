@@ -143,11 +143,11 @@ def split_item(work, seq, unit, requests, sizes, CONFIG: gl.constexpr):
 
 @gluon.jit
 def item_pages(work, unit, item, requests, sizes, CONFIG: gl.constexpr):
-    """Return what leads to the pages of an item's first block, and to those of all of its blocks.
+    """Return a pointer for the pages of an item's first block, and one for those of all its blocks.
 
-    Each is a pointer beside which the page number p of the request lies p places further. The plan
-    has looked up the first block of a program, so that its keys need not wait for the page table.
-    Of an item without keys nothing is read: its block is -1, as the plan says of no block.
+    Page p of the request lies p places behind each. For a program's first item, the plan has looked
+    up the pages of the first block, so that its keys need not wait for the page table. Of an item
+    without keys nothing is read: its block is -1, as the plan says of no block.
     """
     pages = requests.page_table + item.request.to(gl.int64) * sizes.table_stride
     first = pages
