@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from attn_core.backends.triton import scheduler
 from attn_core.backends.triton import shared as SHARED
+from attn_core.backends.triton.schedule import Cuts
 from attn_core.backends.triton.shared import TILE_UNITS, Sharing, sharing_of
 from attn_core.backends.triton.tuning import Launch
 from sharers import (
@@ -164,6 +165,33 @@ def test_rows_are_merged_side_by_side(name, rows, monkeypatch):
         more = {"multiprocessors": processors}
         attend(sharers, 5, M.TARGET_VERIFY, verify(5, trees), trees, **more)
         assert attend(sharers, **more).cuts.merge_tile[1] == rows
+
+
+@pytest.mark.parametrize("first", [4, 8, 16])
+@pytest.mark.parametrize("name", ["all", "levels", "three levels", "one alone"])
+def test_partials_beyond_the_first_ones_are_merged(name, first, monkeypatch):
+    """The merge loads `first` at once, two of a request alone; several programs have the others."""
+    monkeypatch.setattr(Cuts, "group_partials", first)
+    lengths, shared = CASES[name]
+    sharers = Sharers(make_layer(1, dim=32), [n + 400 for n in lengths], shared, page=16)
+    for processors in (3, 24, 90):
+        attend(sharers, multiprocessors=processors)
+
+
+def test_partials_that_a_merge_loads_first():
+    """As many as were fastest on an NVIDIA H200, see shared_forms.nvidia-h200.txt."""
+    cuts = attend(Sharers(make_layer(1, dim=32), *CASES["all"], page=16)).cuts
+    hopper = replace(cuts.launch, block_m=64)
+
+    def partials(requests, heads, rows, merged=1):
+        tile = (512, merged, 4, 4)
+        sizes = {"tiles": requests * heads, "tile_rows": rows, "programs": 132, "launch": hopper}
+        return replace(cuts, merge_tile=tile, **sizes).group_partials
+
+    assert [partials(n, 1, 16) for n in (64, 48, 32)] == [8, 16, 16]
+    assert [partials(n, 8, 4) for n in (64, 16)] == [8, 16]
+    assert partials(64, 8, 32, merged=4) == 0
+    assert replace(cuts, sharing=None).group_partials == 0
 
 
 @pytest.mark.usefixtures("large_tiles")

@@ -61,6 +61,7 @@ class Cuts:
                 *(self.launch, self.row_blocks, self.heads_at_once, self.tile_rows, self.programs),
                 *(self.batch_invariant, self.blocks_per_unit, self.min_units, self.merge_tile),
                 *(self.overlap, self.merges_cuts, self.sharing, self.planned_quota),
+                self.group_partials,
                 *(choice.kernel for choice in self.choices),
             )
         )
@@ -72,6 +73,18 @@ class Cuts:
             return NO_PARTS
         turns, parts = self.kv_heads // self.heads_at_once, self.programs // self.heads_at_once
         return Parts(self.min_units, turns, parts)
+
+    @cached_property
+    def group_partials(self) -> int:
+        """Partials that merge_splits loads at first of a request in a group; 0 of several rows.
+
+        They are two of what the request reads alone, and those of its group if that has all
+        requests and two thirds of the programs. More than 16 take too many registers.
+        """
+        if self.sharing is None or self.merge_tile[1] > 1:
+            return 0
+        tiles = -(-self.tiles * self.tile_rows // self.launch.block_m)
+        return min(16, power_of_two(2 + self.programs * 2 // (3 * tiles), 8))
 
     @property
     def merges_cuts(self) -> bool:

@@ -72,7 +72,8 @@ def _merge_launcher(layer: AttentionLayer, bound: _Kept, cuts: Cuts) -> Launcher
     return Launcher(
         merge_splits,
         *(bound.sinks, bound.scales.v),
-        *(cuts.launch.block_m, rows, columns, partials, cuts.overlap, cuts.merges_cuts),
+        *(cuts.launch.block_m, rows, columns, partials, cuts.group_partials),
+        *(cuts.overlap, cuts.merges_cuts),
         constants_of(cuts),
         _merged(layer),
         num_warps=warps,

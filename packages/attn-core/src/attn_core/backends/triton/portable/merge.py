@@ -11,6 +11,7 @@ import triton.language as tl
 from attn_core.backends.triton.portable.arguments import INNER, OUTER, QUERIES, SPAN, TOKEN
 from attn_core.backends.triton.portable.common import finalize
 from attn_core.backends.triton.portable.decode import quota_of, tile_units_of, whole_rows
+from attn_core.backends.triton.portable.partials import Source, add_first_partials, add_partials
 
 
 @triton.jit
@@ -23,50 +24,6 @@ def count_ended(work_indptr, seqs, unit, TURNS: tl.constexpr):
         ends = tl.load(work_indptr + 1 + low + i, mask=ok, other=0)
         num_ended += (ok & (ends * TURNS <= unit)).to(tl.int32)
     return tl.sum(num_ended, 0)
-
-
-@triton.jit
-def add_partials(
-    m, total, acc, partial, first, count, tile_row, complete_row, row_mask, d,
-    PARTIALS: tl.constexpr, BM: tl.constexpr, GROUPED: tl.constexpr, SPLIT: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Add the partials of rows of a tile to their state m, total [ROWS] and acc [ROWS, len(d)].
-
-    Those of a row are of one lane of `count` parts, from program `first` on, int32 [ROWS] each.
-    complete_row: the place of the only partial, if GROUPED and the tile was not split. PARTIALS of
-    one row are added at a time, one of several rows.
-    """
-    STEP: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    i = tl.arange(0, PARTIALS if m.shape[0] == 1 else 1)
-    for part in range(0, tl.max(count, 0), i.shape[0]):
-        ok = (part + i < count) & row_mask
-        slot = first + (part + i) * STEP
-        # the first program stored this at the end of its quota, the others at the begin
-        if not SPLIT.BATCH_INVARIANT:
-            slot = 2 * slot + (part + i == 0).to(tl.int32)
-        rows_in = slot.to(tl.int64) * BM + tile_row
-        if GROUPED:
-            rows_in = tl.where(count == 1, complete_row, rows_in)
-        s = tl.load(partial.lse + rows_in, mask=ok, other=-float("inf"))
-        x = tl.load(
-            partial.out + rows_in[:, None] * C.BDV + d[None, :], mask=ok[:, None], other=0.0
-        )
-        if m.shape[0] == 1:
-            new = tl.maximum(m, tl.max(s, 0))
-        else:
-            new = tl.maximum(m, s)
-        base = tl.where(new == -float("inf"), 0.0, new)
-        weight = tl.exp2(s - base)
-        shrink = tl.exp2(m - base)
-        if m.shape[0] == 1:
-            total = total * shrink + tl.sum(weight, 0)
-            acc = acc * shrink[:, None] + tl.sum(x * weight[:, None], 0)[None, :]
-        else:
-            total = total * shrink + weight
-            acc = acc * shrink[:, None] + x * weight[:, None]
-        m = new
-    return m, total, acc
 
 
 @triton.jit
@@ -135,11 +92,29 @@ def merge_alone(
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        source = Source(zero + low * LANES + lane, zero + count, tile_row, zero)
         m, total, acc = add_partials(
-            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row, zero,
-            row_mask, d, PARTIALS, BM, False, SPLIT, C,
-        )  # fmt: skip
+            m, total, acc, partial, source, row_mask, d, 0, PARTIALS, BM, False, SPLIT, C
+        )
         store_merged(m, total, acc, out, sinks, v_scale, token, head, row_mask, d, C)
+
+
+@triton.jit
+def source_of_group(
+    group, query, row, complete_row, head_turn, quota, lane, TURNS: tl.constexpr,
+    LANES: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Return the Source of what a group leaves of rows of a request.
+
+    group: see find_group. row [ROWS]: of the request, whose first query is `query`.
+    """
+    first_unit, units, tile_units, first_query = group
+    row = (query - first_query) * C.GROUP + row
+    begin = first_unit * TURNS + head_turn * units + row // BM * tile_units
+    first = (begin + SPLIT.TILE_UNITS) // quota
+    count = (begin + tile_units - 1) // quota - first + 1
+    count = tl.where(tile_units > 0, count, 0)
+    return Source(first * LANES + lane, count, row % BM, complete_row)
 
 
 @triton.jit
@@ -147,14 +122,17 @@ def merge_grouped(
     out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, query, head_turn, rows,
     low, count, lane,
     BM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
-    OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
+    GROUP_PARTIALS: tl.constexpr, OVERLAP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Merge the `count` partials of a request alone, and then those of its groups by level.
 
-    query: the first one of request b.
+    query: the first one of request b. GROUP_PARTIALS: those that are loaded at first, two of the
+    request and the others of its outer group; 0 of several rows.
     """
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
+    ALONE: tl.constexpr = min(2, GROUP_PARTIALS)
+    SHARED: tl.constexpr = GROUP_PARTIALS - ALONE
     tile_row, row, row_mask, token, head, d = rows
     outer = tl.load(spans + b * SPAN + OUTER)
     inner = tl.load(spans + b * SPAN + INNER)
@@ -168,23 +146,30 @@ def merge_grouped(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         complete_row = whole_rows(programs, 0, token, head, BM, C)
-        m, total, acc = add_partials(
-            m, total, acc, partial, zero + low * LANES + lane, zero + count, tile_row,
-            complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
+        alone = Source(zero + low * LANES + lane, zero + count, tile_row, complete_row)
+        complete_row = whole_rows(programs, 1, token, head, BM, C)
+        shared = source_of_group(
+            outer_group, query, row, complete_row, head_turn, quota, lane, TURNS, LANES, BM,
+            SPLIT, C,
         )  # fmt: skip
-        for level in tl.static_range(1, 3):
-            span = outer if level == 1 else inner
-            if span >= 0:
-                s_before, s_units, blocks, s_query = outer_group if level == 1 else inner_group
-                s_row = (query - s_query) * C.GROUP + row
-                s_begin = s_before * TURNS + head_turn * s_units + s_row // BM * blocks
-                s_low = (s_begin + SPLIT.TILE_UNITS) // quota
-                s_count = (s_begin + blocks - 1) // quota - s_low + 1
-                complete_row = whole_rows(programs, level, token, head, BM, C)
-                m, total, acc = add_partials(
-                    m, total, acc, partial, s_low * LANES + lane, s_count, s_row % BM,
-                    complete_row, row_mask, d, PARTIALS, BM, True, SPLIT, C,
-                )  # fmt: skip
+        if GROUP_PARTIALS > 0:
+            m, total, acc = add_first_partials(
+                m, total, acc, partial, alone, shared, row_mask, d, ALONE, SHARED, BM, SPLIT, C
+            )
+        m, total, acc = add_partials(
+            m, total, acc, partial, alone, row_mask, d, ALONE, PARTIALS, BM, True, SPLIT, C
+        )
+        m, total, acc = add_partials(
+            m, total, acc, partial, shared, row_mask, d, SHARED, PARTIALS, BM, True, SPLIT, C
+        )
+        complete_row = whole_rows(programs, 2, token, head, BM, C)
+        shared = source_of_group(
+            inner_group, query, row, complete_row, head_turn, quota, lane, TURNS, LANES, BM,
+            SPLIT, C,
+        )  # fmt: skip
+        m, total, acc = add_partials(
+            m, total, acc, partial, shared, row_mask, d, 0, PARTIALS, BM, True, SPLIT, C
+        )
         store_merged(m, total, acc, out, sinks, v_scale, token, head, row_mask, d, C)
 
 
@@ -203,6 +188,7 @@ def merge_splits(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTIALS: tl.constexpr,
+    GROUP_PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
     BY_CUTS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -212,8 +198,9 @@ def merge_splits(
 
     Grid: (batch · HEADS · ROW_BLOCKS, rows of a tile / ROWS, BDV / COLUMNS), of tiles; BY_CUTS:
     (programs, …), of those of decode_splits, for the tile that is cut at the end of each one's
-    quota. OVERLAP: the launch begins before the partials are complete, and waits for them
-    (programmatic dependent launch). Before the wait it loads only what decode does not store.
+    quota. GROUP_PARTIALS: see merge_grouped. OVERLAP: the launch begins before the partials are
+    complete, and waits for them (programmatic dependent launch). Before the wait it loads only what
+    decode does not store.
     SHARED: a pass without groups runs merge_alone, which lies first and in one piece. A jump over
     instructions that no cache holds would wait for memory.
     """
@@ -266,7 +253,7 @@ def merge_splits(
             merge_grouped(
                 out, partial, work_indptr, spans, sinks, v_scale, programs, quota, b, query,
                 head_turn, rows, low, count, lane,
-                BM, ROWS, COLUMNS, PARTIALS, OVERLAP, SPLIT, C,
+                BM, ROWS, COLUMNS, PARTIALS, GROUP_PARTIALS, OVERLAP, SPLIT, C,
             )  # fmt: skip
     else:
         merge_alone(
