@@ -132,6 +132,16 @@ def test_a_layer_that_changed_since_is_refused(name: str, attribute: str, value:
             generate(model, inputs_of(name))
 
 
+def test_a_soft_cap_that_gemma_3_does_not_apply_is_not_applied() -> None:
+    model, inputs = tiny("gemma3_text", attn_logit_softcapping=0.5), inputs_of("gemma3_text")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        with enable(model):
+            actual = model(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(actual[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "off"),
     [

@@ -622,6 +622,12 @@ def test_json_that_is_no_option_changes_nothing(here):
     assert here("select", "--json", "--help").returncode == 0
 
 
+def test_debug_behind_two_dashes_is_an_argument(here):
+    done = here("why-not", "--", "--debug")
+    assert done.returncode == 2
+    assert "--debug" in done.stderr, "it is the name of a backend that nobody knows"
+
+
 def test_the_matrix_as_json(here):
     short, long = (
         here("matrix", "--json", "--kind", "gdn"),

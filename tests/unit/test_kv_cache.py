@@ -198,6 +198,12 @@ def test_a_scale_in_a_tensor_is_that_of_its_number(store, shape):
     )
 
 
+def test_a_scale_of_more_dims_than_tokens_have_is_refused():
+    scale = torch.ones(1, 1, 1, 1)
+    with pytest.raises(UsageError, match=r"k_scale torch.float32 \[1, 1, 1, 1\].*float32 \[1\]"):
+        pool(QUANTISED[0], scales={0: (scale, 1.0)})
+
+
 @pytest.mark.parametrize("store", QUANTISED)
 def test_a_scale_in_a_tensor_is_never_read_on_the_host(store):
     meta = torch.device("meta")  # which has no numbers to read

@@ -161,6 +161,8 @@ def test_a_backend_that_does_not_verify_says_so():
         ((1, 1), {}, "written: one of them more than once"),
         ((0, 1), {"state_slots_out": int32(2, -1)}, "-1 in one of them alone"),
         ((0, 1), {"state_slots_out": int32(2, 0)}, "slot 0 is read by one request and written"),
+        ((2, 2), {"state_slots_out": int32(2, 3)}, "slot 2 is read by one request and written"),
+        ((2, 2), {"state_slots_out": int32(3, 2)}, "slot 2 is read by one request and written"),
     ],
 )
 @pytest.mark.parametrize("check_values", [True, False])

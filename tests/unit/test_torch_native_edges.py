@@ -66,6 +66,17 @@ def test_a_head_without_a_sink_and_queries_without_keys(cap):
     torch.testing.assert_close(got[2, 0], v[0, 0])  # one key, no sink
 
 
+def test_sinks_that_are_a_parameter_are_followed_by_no_graph():
+    sinks = torch.nn.Parameter(torch.randn(4))
+    layer = AttentionLayer(**SHAPE, scale=0.2, sinks=sinks)
+    q, k, v = torch.randn(5, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
+    got, lse = create(layer).forward_ragged(
+        q, k, v, layer, int32(0, 5), int32(0, 3), 5, 3, causal=True, return_lse=True
+    )
+    assert not got.requires_grad
+    assert not lse.requires_grad
+
+
 def test_threads_share_an_instance():
     """What one thread gathers does not lie in the buffer of another."""
     layer = AttentionLayer(**SHAPE, scale=0.2)

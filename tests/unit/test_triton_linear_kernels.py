@@ -1,15 +1,19 @@
 """Triton's kernels of linear attention against the recurrence in float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from attn_core.backends.triton.linear import gates, launch
 from attn_core.backends.triton.linear import verify as kernels
 from attn_core.backends.triton.linear.prefill import plan_prefill, prefill
+from attn_core.backends.triton.linear.solve import inverse_of_drafts
 from attn_core.backends.triton.linear.tuning import fuses
 from attn_core.errors import UsageError
 from attn_core.runtime import warmup_linear
@@ -37,6 +41,22 @@ def seed():
 
 def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
+
+
+@triton.jit
+def invert(x, N: tl.constexpr, C: tl.constexpr):
+    i = tl.arange(0, N)
+    at = x + i[:, None] * N + i[None, :]
+    tl.store(at, inverse_of_drafts(tl.load(at), tl.float32, C))
+
+
+@pytest.mark.parametrize("n", [16, 128, 512])
+def test_the_inverse_of_any_number_of_drafts(n):
+    lower = torch.randn(n, n).div(n**0.5).tril(-1)
+    got = lower.clone()
+    invert[(1,)](got, n, SimpleNamespace(PRECISION="ieee"))
+    right = torch.linalg.inv(torch.eye(n).double() + lower.double())
+    torch.testing.assert_close(got.double(), right, atol=1e-4, rtol=1e-4)
 
 
 def close(got, want, *, rms=1e-5):

@@ -12,7 +12,9 @@ from attn_core.backends.triton.sparse import gather, launch, scoring, selecting
 from attn_core.backends.triton.sparse.backend import TritonSparse
 from attn_core.backends.triton.sparse.passes import SparsePass, stored
 from attn_core.cache.layer_cache import LayerCache
+from attn_core.cache.pool import KVPool
 from attn_core.ops.index import read_index, write_index
+from attn_core.ops.kv import write_kv
 from attn_core.plugins.registry import load_plugins
 from attn_core.runtime.batch import CacheView
 from attn_core.runtime.layer import AttentionLayer
@@ -204,6 +206,58 @@ def test_fp8_keys_with_infinities_and_nans_score_as_in_torch(queries):
     best = sparse.best(scores, torch.arange(length - queries, length), topk)
     assert torch.equal(chosen, (best + PAGE).int())
     assert scores[:, [3, 7, 59]].eq(0).all()
+
+
+@pytest.mark.parametrize("queries", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("keys", [torch.bfloat16, torch.float16, torch.float32])
+def test_keys_are_not_rounded_to_the_dtype_of_queries(queries, keys):
+    """Scores that lie near each other keep their order, as in torch_native's float32."""
+    rng, topk, length = torch.Generator().manual_seed(5), 8, 250
+    index = 1 + torch.randn(17, PAGE, 32, generator=rng).mul(2e-3)
+    cache = LayerCache(k=torch.zeros(17, PAGE, 1, 48), v=None, index=index.to(keys))
+    view = CacheView(
+        page_table=torch.arange(1, 17).int()[None], seq_lens=torch.tensor([length]).int(),
+        out_cache_loc=None, max_seq_len=length,
+    )  # fmt: skip
+    q = torch.rand(1, 3, 32, generator=rng).add(0.5).to(queries)
+    w = torch.rand(1, 3, generator=rng)
+    inputs = SparsePass(view, torch.tensor([0, 1]).int(), torch.zeros(1).int(), queries=1)
+    chosen = launch.index_topk(q, w, cache, inputs, topk)
+    slots = torch.arange(PAGE, PAGE + length)
+    products = q[0].double() @ read_index(cache, slots, torch.float32).double().T
+    scores = (w[0].double()[:, None] * products.clamp(min=0)).sum(0)
+    best = scores.argsort(descending=True, stable=True)[:topk].sort().values
+    assert chosen[0].tolist() == (best + PAGE).tolist()
+
+
+def test_fp8_latents_beyond_fp16_are_its_largest_number():
+    """64,000 is stored as 65,536, which is infinite in fp16: all outputs were NaN."""
+    latents = torch.randn(20, 1, 144, generator=torch.Generator().manual_seed(7))
+    latents[:, :, 5] = 64000.0
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=2, num_kv_heads=1, head_dim=144, v_head_dim=128, scale=1e-5,
+        index_topk=16,
+    )  # fmt: skip
+    pool = KVPool(
+        [layer], num_pages=3, page_size=PAGE, kv_cache_dtype="fp8_e4m3", kind="dsa", index_dim=8
+    )
+    cache, slots = pool.layer(0), torch.arange(PAGE, PAGE + 20)
+    write_kv(cache, latents.half(), None, slots)
+    q, chosen = torch.randn(3, 2, 144).half(), slots[:16].int().expand(3, 16).contiguous()
+    out, lse = torch.empty(3, 2, 128).half(), torch.empty(3, 2)
+    launch.Attention.of(q, layer, cache, chosen, out, lse, processors=1, launchers={}).run(
+        q, cache, chosen, out, lse
+    )
+    assert out.isfinite().all()
+    assert (out[..., 5] == 65504).all()
+    view = CacheView(
+        page_table=torch.arange(1, 3).int()[None], seq_lens=torch.tensor([20]).int(),
+        out_cache_loc=None, max_seq_len=20,
+    )  # fmt: skip
+    selected = gather.Selected(chosen, {}, cache, torch.float16)
+    for source in (selected, gather.Pages(chosen, {}, view, cache, torch.float16)):
+        brought, places, *_ = source.bring(cache, chosen)
+        assert (brought.view(-1, 144)[places[0].long(), 5] == 65504).all()
 
 
 @pytest.mark.parametrize("queries", [[1, 1], [70, 9]])

@@ -177,6 +177,14 @@ def test_long_whole_prompts_are_cut_out_of_a_pass():
     assert len(plans) == 2
 
 
+def test_checkpoints_of_linear_layers_are_no_part_of_the_dense_requests():
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    saves = torch.tensor([-1, 2, -1], dtype=torch.int32)  # 80 tokens are two chunks of 64
+    one = batch((5, 80), (20, 80), state_slots=slots, checkpoint_slots=saves)
+    (cut,) = plan_sparse([LAYER], one, lambda x: x).cuts.values()
+    assert cut.rest.checkpoint_slots is None
+
+
 @pytest.mark.parametrize(("mode", "query_lens", "seq_lens"), [
     (ForwardMode.EXTEND, (70, 5), (70, 60)),
     (ForwardMode.DECODE, (1,), (150,)),

@@ -67,7 +67,7 @@ class Fused:
                 if lse is not None and part_lse is not None:
                     lse[tokens] = part_lse
         if layer.sinks is not None and lse is not None:
-            result, lse = merge_sinks(result, lse, layer.sinks)
+            result, lse = merge_sinks(result, lse, layer.sinks.detach())
         out = result if out is None else out.copy_(result)
         return (out, lse) if return_lse and lse is not None else out
 

@@ -164,7 +164,8 @@ def check_scales(
     """
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(scale, Tensor):
-            if (scale.dtype, scale.numel(), scale.device) != (torch.float32, 1, k.device):
+            form = (scale.dtype, scale.numel(), scale.device)
+            if form != (torch.float32, 1, k.device) or scale.dim() > 3:  # it scales [T, H, D]
                 raise UsageError(
                     f"{name} {scale.dtype} {list(scale.shape)} on {scale.device} (expected a "
                     f"number, or float32 [1] on {k.device})"

@@ -20,8 +20,9 @@ def main() -> None:
 
     With --json an error is one object on standard output too, {"error": text}.
     """
-    debug = "--debug" in sys.argv
-    sys.argv = [a for a in sys.argv if a != "--debug"]
+    options = _options()
+    debug = "--debug" in options
+    sys.argv = [x for x in options if x != "--debug"] + sys.argv[len(options) :]
     if sys.stdout is None:  # it was closed before the start
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -66,9 +67,13 @@ def _run(name: str) -> None:
         sys.exit(1)
 
 
+def _options() -> list[str]:
+    """Return the command line as far as `--`, behind which there are only arguments."""
+    return sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
+
+
 def _wants_json() -> bool:
-    options = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
-    return "--json" in options
+    return "--json" in _options()
 
 
 def _end(text: str, code: int, debug: bool) -> None:

@@ -145,8 +145,12 @@ def check_plan_values(batch: ForwardBatch, pool: StatePool) -> None:
     written = [x for x in (*writes, *checkpoints) if x >= 0]
     if len(set(written)) < len(written):
         raise BatchError(f"state slots {sorted(written)} are written: one of them more than once")
-    read_by_write = dict(zip(writes, reads, strict=True))
-    conflicts = [x for x in reads if x >= 0 and x in set(written) and read_by_write.get(x) != x]
+    writer = {x: request for request, x in enumerate(writes) if x >= 0}
+    conflicts = [
+        x
+        for request, x in enumerate(reads)
+        if x >= 0 and (x in checkpoints or writer.get(x, request) != request)
+    ]
     if conflicts:
         raise BatchError(f"state slot {conflicts[0]} is read by one request and written by another")
     mask = None if batch.spec is None else batch.spec.tree_mask

@@ -121,6 +121,7 @@ def _cut(
         positions=batch.positions[rows],
         query_lens_host=lens and tuple(0 if b in sparse else n for b, n in enumerate(lens)),
         views={name: replace(x, out_cache_loc=None) for name, x in batch.views.items()},
+        checkpoint_slots=None,  # of linear layers, which attend to the whole batch
     )
     return Cut(prompts, dense, rows, plan(dense) if len(rows) else None)
 

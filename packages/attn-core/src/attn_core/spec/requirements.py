@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple, get_args
 from attn_core.errors import UsageError
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
+
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def is_count(value: Any) -> bool:
@@ -29,7 +30,7 @@ def check_layer(layer: Any, name: str) -> None:
     """Check the fields that LayerRequirements and AttentionLayer share; None passes.
 
     Raises UsageError for a head count, a dim or a window that is no integer of 1 or more, or a
-    cap of 0 or less.
+    cap of 0 or less or beyond float32.
     Some engines write "no window" as 0 or -1 and "no cap" as 0.0; here both are None.
     """
     for what in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "num_layers"):
@@ -41,8 +42,10 @@ def check_layer(layer: Any, name: str) -> None:
         raise UsageError(
             f"{name}: sliding_window {window!r} (expected an integer of 1 or more; None is off)"
         )
-    if cap is not None and not (isinstance(cap, Real) and 0 < float(cap) < math.inf):
-        raise UsageError(f"{name}: logit_cap {cap!r} (expected a number above 0; None is off)")
+    if cap is not None and not (isinstance(cap, Real) and 0 < float(cap) <= FLOAT32_MAX):
+        raise UsageError(
+            f"{name}: logit_cap {cap!r} (expected a number above 0 that float32 holds; None is off)"
+        )
 
 
 class StateBytes(NamedTuple):

@@ -197,7 +197,7 @@ class TorchNative(AttentionBackend):
         out = q.new_empty(tokens, heads, v_dim) if out is None else out
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         v_scale = cache.k_scale if cache.v is None else cache.v_scale
-        sinks = None if layer.sinks is None else layer.sinks.float()
+        sinks = None if layer.sinks is None else layer.sinks.detach().float()
         buffers: Buffers = self._local.__dict__.setdefault("buffers", {})
         key_values = KeyValues(cache, q.dtype, block, buffers)
 

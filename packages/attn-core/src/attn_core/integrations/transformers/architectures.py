@@ -165,11 +165,18 @@ def _layer(layer_id: int, module: Any, config: Any, window: int | None) -> Atten
         v_head_dim=v_head_dim,
         scale=float(module.scaling),
         view="full" if window is None else "window",
-        logit_cap=none_if_off(getattr(module, "attn_logit_softcapping", None)),
+        logit_cap=_logit_cap(module, config),
         sliding_window=window,
         index_topk=getattr(config, "index_topk", None) if _is_latent(module) else None,
         sinks=getattr(module, "sinks", None),  # the parameter itself: it may still move or change
     )
+
+
+def _logit_cap(module: Any, config: Any) -> float | None:
+    """Return the soft cap that a layer applies; Gemma 3's layers hold one and apply none."""
+    if config.model_type == "gemma3_text":
+        return None
+    return none_if_off(getattr(module, "attn_logit_softcapping", None))
 
 
 def _vision_modules(model: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from attn_core.ops.triton.launcher import (
     numbered,
     pointers,
 )
-from attn_core.ops.triton.read import e4m3
+from attn_core.ops.triton.read import e4m3, saturated
 
 _GROUP = tl.constexpr(LATENT_BLOCK)  # values of a latent that share a scale
 _ROWS = 16  # latents that a program decodes
@@ -62,7 +62,8 @@ def decode_pages(
         bits = tl.load(values + offsets[:, None] + d[None, :], mask=token_mask[:, None], other=0)
         scale = tl.load(scales + scale_offsets + group, mask=token_mask, other=0.0)
         x = e4m3(bits.to(tl.int32)) * scale[:, None]
-        tl.store(out_ptrs + d[None, :], x.to(out.dtype.element_ty), mask=token_mask[:, None])
+        x = saturated(x, out.dtype.element_ty)
+        tl.store(out_ptrs + d[None, :], x, mask=token_mask[:, None])
     r = tl.arange(0, BDR)
     rope_mask = token_mask[:, None] & (r < DR)[None, :]
     rope_ptrs = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]

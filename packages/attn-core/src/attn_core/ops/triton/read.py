@@ -17,6 +17,18 @@ _TILE = 2048  # numbers that a program reads
 
 
 @triton.jit
+def saturated(x, dtype: tl.constexpr):
+    """Return float32 numbers in a dtype; those beyond fp16 as its largest.
+
+    FP8 rounds what was up to 65,504 in fp16 to 65,536, which fp16 lacks.
+    """
+    if dtype == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, x)
+        x = tl.where(x < -65504.0, -65504.0, x)
+    return x.to(dtype)
+
+
+@triton.jit
 def e4m3(bits):
     """Return the float32 numbers of e4m3 codes in int32; chips without float8 agree."""
     size = bits & 0x7F

@@ -40,7 +40,7 @@ def inverse_of_drafts(L, tokens: tl.constexpr, C: tl.constexpr):
     """Return (I + L)^-1 of L float32 [n, n], n a power of two from 16 on, as `inverse` does."""
     i = tl.arange(0, L.shape[0])
     X = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(_between(i, 1), L, 0.0)
-    for size in tl.static_range(1, 8):
+    for size in tl.static_range(1, 16):
         if 2**size < L.shape[0]:
             X = _joined(X, tl.where(_between(i, 2**size), L, 0.0), tokens, C)
     return X

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attn_core.backends.triton.sparse.e4m3 import from_e4m3
 from attn_core.dtypes import LATENT_BLOCK
+from attn_core.ops.triton.read import saturated
 
 GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -17,8 +18,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_values(latents, scales, page, inner, valid, C: tl.constexpr):
-    """Return the values of latents [BN, BDV] as they are multiplied; of unused slots, zeros."""
+def load_values(latents, scales, page, inner, valid, like: tl.constexpr, C: tl.constexpr):
+    """Return the values of latents [BN, BDV] in the dtype `like`; of unused slots, zeros."""
     d = tl.arange(0, C.BDV)
     offsets = page * C.PAGE_STRIDE + inner * C.TOKEN_STRIDE
     mask = valid[:, None] & (d < C.DV)[None, :]
@@ -31,7 +32,9 @@ def load_values(latents, scales, page, inner, valid, C: tl.constexpr):
         values = values.to(tl.float32) if C.NATIVE else from_e4m3(values)
         grouped = tl.reshape(values, (C.BN, C.BDV // GROUP, GROUP))
         values = tl.reshape(grouped * scale[:, :, None], (C.BN, C.BDV))
-    return values
+        return saturated(values, like)
+    else:
+        return values.to(like)
 
 
 @triton.jit(do_not_specialize=["keys", "row_stride", "out_split", "lse_split"])
@@ -46,6 +49,7 @@ def attend_selected(
     Slots are valid first. Writes the output and the natural LSE of the part; a part without slots
     gives zeros and -inf.
     """
+    dtype: tl.constexpr = q.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     head = tl.program_id(1) * C.BM + tl.arange(0, C.BM)
@@ -77,7 +81,7 @@ def attend_selected(
         slot = tl.load(indices_ptr + n, mask=valid, other=0).to(tl.int64)
         page = slot // C.PAGE
         inner = slot % C.PAGE
-        k1 = load_values(latents, scales, page, inner, valid, C).to(q1.dtype)
+        k1 = load_values(latents, scales, page, inner, valid, dtype, C)
         s = tl.dot(q1, tl.trans(k1), input_precision="ieee")
         if C.DR > 0:
             rope_mask = valid[:, None] & of_rope[None, :]

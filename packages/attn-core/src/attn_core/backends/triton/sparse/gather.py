@@ -31,6 +31,7 @@ from attn_core.ops.triton.launcher import (
     numbered,
     pointers,
 )
+from attn_core.ops.triton.read import saturated
 from attn_core.runtime.batch import CacheView
 
 GROUP = tl.constexpr(LATENT_BLOCK)  # values of an FP8 latent that share a scale
@@ -78,8 +79,8 @@ def decode_selected(
         d = group * GROUP + tl.arange(0, GROUP)
         x = tl.load(values + offsets[:, None] + d[None, :], mask=valid[:, None], other=0.0)
         scale = tl.load(scales + at_scale + group, mask=valid, other=0.0)
-        x = x.to(tl.float32) * scale[:, None]
-        tl.store(out_ptrs + d[None, :], x.to(out.dtype.element_ty), mask=valid[:, None])
+        x = saturated(x.to(tl.float32) * scale[:, None], out.dtype.element_ty)
+        tl.store(out_ptrs + d[None, :], x, mask=valid[:, None])
     r = tl.arange(0, BDR)
     rope_mask = valid[:, None] & (r < DR)[None, :]
     of_slot = rope_parts + (page * ROPE_PAGE + inner * ROPE_TOKEN)[:, None]

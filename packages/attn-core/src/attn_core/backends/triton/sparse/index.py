@@ -43,7 +43,7 @@ def load_queries(q, q_token, q_head, weights, weights_token, token, C: tl.conste
 
 @triton.jit
 def as_factor(key, dtype: tl.constexpr, C: tl.constexpr):
-    """Return keys in the dtype that they are multiplied in: that of the queries."""
+    """Return keys in the dtype that they are multiplied in, see factor_dtype."""
     if C.FP8 and not C.NATIVE:
         key = from_e4m3(key)
     return key.to(dtype)

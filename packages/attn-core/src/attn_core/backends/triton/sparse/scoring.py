@@ -66,14 +66,14 @@ class Scoring(NamedTuple):
 
     pointers: where its index keys lie. form: equal where `scores` returns the same.
     launcher: of index_scores, or of Hopper's own kernel for a prompt's queries.
-    bf16: e4m3 queries are multiplied in bf16, which is exact: this chip does not multiply e4m3.
+    factor: the dtype that queries and keys are multiplied in, see factor_dtype.
     """
 
     launcher: Launcher
     pointers: Pointers
     constants: IndexConstants
     on_hopper: bool
-    bf16: bool
+    factor: torch.dtype
     form: int
 
     @classmethod
@@ -119,8 +119,8 @@ class Scoring(NamedTuple):
         if self.on_hopper:
             launch: Scores = _hopper().scores(inputs, scores, first, count)
             return launch
-        if self.bf16:
-            q_index = q_index.to(torch.bfloat16)
+        if q_index.dtype is not self.factor:
+            q_index = q_index.to(self.factor)
         span = self.constants.BN
         if self.constants.BT == 1:  # as few as give every multiprocessor some programs
             span = max(span, min(SPAN, columns * count // PROGRAMS // span * span))
@@ -131,8 +131,8 @@ class Scoring(NamedTuple):
 
     def run(self, launch: Scores, q_index: Tensor, weights: Tensor) -> None:
         """Launch it."""
-        if self.bf16:
-            q_index = q_index.to(torch.bfloat16)
+        if q_index.dtype is not self.factor:
+            q_index = q_index.to(self.factor)
         if self.on_hopper:
             _hopper().score(self.launcher, launch, q_index, weights)
             return
@@ -159,7 +159,8 @@ class Scoring(NamedTuple):
         page, token, _ = keys.stride()
         strides = IndexStrides(page, token, 0 if scales is None else scales.stride(0))
         block_n, warps = (256, 8) if native and prompts else (128, 4)
-        if q_index.dtype.itemsize == 4:
+        factor = q_index.dtype if native else factor_dtype(q_index.dtype, keys.dtype)
+        if factor.itemsize == 4:
             block_n = 16
         constants = IndexConstants(
             *(heads, dim, cache.page_size, fp8, native, rows, block_n),
@@ -180,9 +181,23 @@ class Scoring(NamedTuple):
         else:
             of_keys = (stored, stored if scales is None else scales, strides)
             launcher = Launcher(index_scores, *of_keys, topk, constants, **options)
-        bf16 = fp8_queries and not native
-        form = numbered((constants, on_hopper, bf16))
-        return cls(launcher, pointers(cache.index), constants, on_hopper, bf16, form)
+        form = numbered((constants, on_hopper, factor))
+        return cls(launcher, pointers(cache.index), constants, on_hopper, factor, form)
+
+
+def factor_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
+    """Return the dtype that index queries and keys are multiplied in, which holds both exactly.
+
+    e4m3 is exact in 16 bits, which every chip multiplies. bf16 keys are taken in fp16 below fp16
+    queries: an indexer normalises its keys, so that none is beyond 65504.
+    """
+    e4m3 = torch.float8_e4m3fn
+    if e4m3 in (queries, keys):
+        other = keys if queries is e4m3 else queries
+        return torch.bfloat16 if other is e4m3 else other
+    if (queries, keys) == (torch.bfloat16, torch.float16):
+        return torch.float32
+    return keys if keys.itemsize > queries.itemsize else queries
 
 
 def _hopper() -> Any:
