@@ -147,3 +147,31 @@ def speculation(parents, requests=1):
         return SpecInfo(topk=1, num_draft_tokens=parents)
     mask = tree_mask(parents, requests)
     return SpecInfo(topk=2, num_draft_tokens=len(parents), tree_mask=mask)
+
+
+FLAWS = (
+    ("k", torch.nan),
+    ("k", torch.inf),
+    ("v", -torch.inf),
+    ("g", torch.nan),
+    ("beta", torch.nan),
+)
+FLAWED_TREE = (-1, 0, 0, 1, 1, 2, 3)  # drafts 2 and 5 see draft 2
+
+
+def check_flaw(backend, layer, name, flaw, parents, exact):
+    """Verify and commit drafts beside one with a number that is not finite."""
+    pool, n, draft = make_pool(layer, num_drafts=7), 7, 2 if parents else 4
+    sees = [2, 5] if parents else [4, 5, 6]
+    others = [i for i in range(n) if i not in sees]
+    start, tensors = pool.states.state[0, 3].clone(), inputs(layer, n)
+    [(wanted, states)] = expected(tensors, [n], layer, [start], parents)
+    x = tensors[("q", "k", "v", "g", "beta").index(name)]
+    x.view(n, -1)[draft, 0] = flaw
+    batch = make_batch(M.TARGET_VERIFY, [n], [3], spec=speculation(parents or n))
+    out, metadata = run(backend, batch, layer, pool, tensors)
+    close(out[others], wanted[others], exact)
+    assert not out[sees, 0, 0].isfinite().any()
+    accepted = 6 if parents else 3
+    backend.commit(pool, batch, metadata, int32(accepted))
+    close(pool.states.state[0, 3], states[accepted], exact)

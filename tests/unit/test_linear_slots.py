@@ -8,9 +8,12 @@ from attn_core import LinearLayer, StateCache, StatePool
 from attn_core.backends.torch_native.linear import TorchNativeLinear
 from attn_core.testing.linear_oracle import delta_rule
 from linear_passes import (
+    FLAWED_TREE,
+    FLAWS,
     GDN,
     LAYERS,
     M,
+    check_flaw,
     close,
     config,
     expected,
@@ -150,6 +153,13 @@ def test_a_verified_and_committed_pass_is_its_tokens_one_by_one(kind, parents, d
                 close(pool.states.state[i, slot], states[draft], ratio)
     kept = [0, 1, 4, 6, 7]  # 1 was only read, 6 accepted nothing
     assert torch.equal(pool.states.state[:, kept], before[:, kept])
+
+
+@KINDS
+@pytest.mark.parametrize("parents", [None, FLAWED_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("name", "flaw"), FLAWS)
+def test_a_draft_that_is_not_finite_reaches_those_that_see_it_alone(kind, parents, name, flaw):
+    check_flaw(BACKEND, LAYERS[kind], name, flaw, parents, EXACT)
 
 
 def test_what_is_rejected_is_not_readable():

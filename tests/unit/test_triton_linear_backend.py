@@ -22,8 +22,11 @@ from attn_core import (
 )
 from attn_core.backends.triton.linear.backend import TritonLinear
 from linear_passes import (
+    FLAWED_TREE,
+    FLAWS,
     GDN,
     M,
+    check_flaw,
     close,
     config,
     expected,
@@ -58,6 +61,15 @@ def make_layer(kind, **changes):
     layer = dataclasses.replace(GDN, kind=kind, head_v_dim=32, qk_norm=1e-6, **changes)
     mild = gate(layer, A_log=-torch.rand(layer.num_v_heads))
     return dataclasses.replace(layer, gate=mild)
+
+
+@pytest.mark.parametrize("parents", [None, FLAWED_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("name", "flaw"), FLAWS)
+def test_a_draft_that_is_not_finite_reaches_those_that_see_it_alone(parents, name, flaw):
+    """In GDN, whose drafts are multiplied as one matrix, it may reach others of its request."""
+    torch.manual_seed(0)
+    layer = make_layer("kda")
+    check_flaw(TritonLinear(config(layer, num_draft_tokens=7)), layer, name, flaw, parents, EXACT)
 
 
 def served(layer, **changes):
