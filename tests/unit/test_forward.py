@@ -401,6 +401,7 @@ NAN, INF = float("nan"), float("inf")
         ({"logit_cap": NAN}, r"logit_cap nan"),
         ({"logit_cap": INF}, r"logit_cap inf"),
         ({"logit_cap": 3.5e38}, r"logit_cap 3.5e\+38"),
+        ({"logit_cap": 1e-46}, r"logit_cap 1e-46"),
         ({"num_q_heads": 0}, r"num_q_heads 0 \(expected an integer of 1 or more\)"),
         ({"head_dim": 64.5}, r"head_dim 64.5 \(expected an integer of 1 or more\)"),
         ({"sliding_window": 4096.0}, r"sliding_window 4096.0 \(expected an integer"),

@@ -1,6 +1,14 @@
 """Faults of our own kernels: one piece of their source reads otherwise."""
 
-from attn_core.backends.triton.portable import common, decode, dual_chunk, fp4, merge, plan_shared
+from attn_core.backends.triton.portable import (
+    common,
+    decode,
+    dual_chunk,
+    fp4,
+    merge,
+    partials,
+    plan_shared,
+)
 from attn_core.ops.triton import vertical_slash
 from edited import Edited
 
@@ -80,9 +88,9 @@ class KernelSinkNotInTheSum(Edited):
 
 
 class KernelLastPartDropped(Edited):
-    kernel = merge.add_partials
-    before = "(part + i < count) & row_mask"
-    after = "(part + i < count - 1) & row_mask"
+    kernel = partials.load_partials
+    before = "(part < source.count) & row_mask"
+    after = "(part < source.count - 1) & row_mask"
 
 
 class KernelRotationsReversed(Edited):
@@ -176,9 +184,9 @@ class KernelSharedMaskedAsOwn(Edited):
 class KernelSharedRowsOfTheFirst(Edited):
     """Every member merges the rows of its group's first one."""
 
-    kernel = merge.merge_grouped
-    before = "s_row = (query - s_query) * C.GROUP + row"
-    after = "s_row = row"
+    kernel = merge.source_of_group
+    before = "row = (query - first_query) * C.GROUP + row"
+    after = "row = row"
 
 
 class KernelSharedLevelsInOnePlace(Edited):
@@ -197,8 +205,8 @@ class KernelSharedKeysSkippedForTheUnit(Edited):
 
 class KernelSharedInnerGroupNotMerged(Edited):
     kernel = merge.merge_grouped
-    before = "tl.static_range(1, 3)"
-    after = "tl.static_range(1, 2)"
+    before = "inner_group, query"
+    after = "find_group(work_indptr, spans, -1, BM, C), query"
 
 
 class KernelRowsOfTheFirstBlock(Edited):

@@ -222,7 +222,10 @@ def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements
         num_q_heads=q,
         num_kv_heads=kv,
         sliding_window=_window(keys) if role == "window" and not encoder else None,
-        logit_cap=keys.number("attn_logit_softcapping"),
+        # Gemma 3's layers hold one and apply none
+        logit_cap=None
+        if keys.model_type in ("gemma3", "gemma3_text")
+        else keys.number("attn_logit_softcapping"),
         sinks=sinks,
         cross=role == "cross",
         encoder=encoder,

@@ -25,7 +25,12 @@ def to_latents(x: Tensor, latent_dim: int) -> Tensor:
 
 
 def from_latents(tokens: Tensor, latent_dim: int, dtype: torch.dtype) -> Tensor:
-    """Decode what to_latents wrote: uint8 [..., bytes] → [..., D] in `dtype`, through float32."""
+    """Decode what to_latents wrote: uint8 [..., bytes] → [..., D] in `dtype`, through float32.
+
+    What fp16 had up to 65,504 may be stored as 65,536; it is the largest number of fp16 again.
+    """
     values, scales, rope = split_latents(tokens, latent_dim)
     blocks = torch.unflatten(values.float(), -1, (-1, LATENT_BLOCK)) * scales[..., None]
+    if dtype is torch.float16:
+        blocks.clamp_(-65504.0, 65504.0)
     return torch.cat([blocks.flatten(-2), rope.float()], -1).to(dtype)

@@ -12,7 +12,7 @@ from attn_core.errors import UsageError
 from attn_core.spec.dual_chunk import DualChunk
 from attn_core.spec.kinds import LINEAR_KINDS, Family, Kind, VerifyMode
 
-FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_MIN, FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 
 
 def is_count(value: Any) -> bool:
@@ -42,7 +42,7 @@ def check_layer(layer: Any, name: str) -> None:
         raise UsageError(
             f"{name}: sliding_window {window!r} (expected an integer of 1 or more; None is off)"
         )
-    if cap is not None and not (isinstance(cap, Real) and 0 < float(cap) <= FLOAT32_MAX):
+    if cap is not None and not (isinstance(cap, Real) and FLOAT32_MIN <= float(cap) <= FLOAT32_MAX):
         raise UsageError(
             f"{name}: logit_cap {cap!r} (expected a number above 0 that float32 holds; None is off)"
         )

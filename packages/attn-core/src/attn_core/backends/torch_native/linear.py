@@ -14,8 +14,11 @@ from attn_core.backends.torch_native.delta_rule import (
     NOTHING_LEFT,
     drafts,
     dtype_of_sums,
+    find_flaws,
     per_value_head,
     sequence,
+    with_flaws,
+    without_flaws,
 )
 from attn_core.cache.state_pool import CHUNK_SIZE, StateCache, StatePool
 from attn_core.runtime.backend import LinearAttentionBackend, Metadata
@@ -157,10 +160,7 @@ class TorchNativeLinear(LinearAttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: LinearLayer,
         state: StateCache, batch: ForwardBatch, metadata: Metadata, *, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Solve the triangular system of each request's drafts over one read of its state.
-
-        What is not finite in a draft is 0 in the products, and NaN in the drafts that see it.
-        """
+        """Solve the triangular system of each request's drafts over one read of its state."""
         requests: list[Request] = metadata
         assert batch.spec is not None
         n, mask, hv = batch.spec.num_draft_tokens, batch.spec.tree_mask, layer.num_v_heads
@@ -170,8 +170,8 @@ class TorchNativeLinear(LinearAttentionBackend):
         rows = torch.tensor([x.row for x in requests], device=q.device, dtype=torch.int64)
         qs, ks, gs, betas, vs = (torch.unflatten(x, 0, (-1, n))[rows] for x in inputs)
         masks = mask if mask.shape[0] == 1 else mask[rows]
-        flawed = _flawed(ks, gs, betas, vs)
-        keys, decays, betas, vs = (x.masked_fill(~x.isfinite(), 0.0) for x in (ks, gs, betas, vs))
+        flawed = find_flaws(ks, gs, betas, vs)
+        keys, decays, betas, vs = without_flaws(flawed, ks, gs, betas, vs)
         some = drafts(qs, keys, decays, betas, masks, layer.scale).of(slice(None))
         seen = vs.new_zeros(len(requests) * hv, 2 * n, layer.head_v_dim)
         for i, x in enumerate(requests):
@@ -180,8 +180,7 @@ class TorchNativeLinear(LinearAttentionBackend):
                 torch.bmm(some.reads[heads], old.float().mT, out=seen[heads])
         u, o = some.attend(seen, vs.transpose(1, 2).flatten(0, 1))
         u, o = (torch.unflatten(x, 0, (-1, hv)).transpose(1, 2) for x in (u, o))
-        sees_flaw = (masks.float() @ flawed.flatten(2).float()).view_as(u) > 0
-        u, o = (x.masked_fill(sees_flaw, torch.nan) for x in (u, o))
+        u, o = with_flaws(flawed, masks, u, o)
         writes = torch.tensor([x.write for x in requests], device=q.device, dtype=torch.int64)
         for records, new in zip(state.records, (u, ks, gs), strict=True):
             records.narrow(1, 0, n).index_copy_(0, writes, new)
@@ -286,14 +285,6 @@ def _prepared(
     """
     decay, beta = gated(layer, g, beta)
     return normalised(layer, q), normalised(layer, k), decay.clamp(min=NOTHING_LEFT), beta
-
-
-def _flawed(k: Tensor, g: Tensor, beta: Tensor, v: Tensor) -> Tensor:
-    """Say which values [B, n, Hv, V] of drafts have a part that is not finite."""
-    of_k, of_g = ~k.isfinite().all(-1), ~g.isfinite()
-    of_g = of_g if g.dim() == 3 else of_g.any(-1)
-    of_k = of_k.repeat_interleave(v.shape[2] // k.shape[2], -1)
-    return (of_k | of_g | ~beta.isfinite())[..., None] | ~v.isfinite()
 
 
 def _output(

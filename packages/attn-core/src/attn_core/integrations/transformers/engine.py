@@ -53,7 +53,7 @@ def enable(
 ) -> Engine:
     """Switch a transformers model to paged pools and the dispatcher, in place.
 
-    model(...) then uses the selected backends, with padding on either side; generate, with it left.
+    model.generate(...), with padding on the left, and model(...) then use the selected backends.
     selection: None selects for the model's config, dtype and device, with the other arguments.
     num_pages: pages of each view ("full", "window") or of all alike, including the dummy page 0;
     None grows on demand.

@@ -149,7 +149,8 @@ def channels(K: tl.constexpr, store: tl.constexpr):
     of K / 32 are to stay within a thread: a sum over K then takes 3 steps between threads, not 5 as
     of a tile [rows, K], and a thread reads 16 bytes at a time.
     """
-    COLUMNS: tl.constexpr = min(K, 1024 // store.primitive_bitwidth)
+    MOST: tl.constexpr = 1024 // store.primitive_bitwidth
+    COLUMNS: tl.constexpr = K if K < MOST else MOST  # Triton 3.5 takes min() for that of tensors
     return tl.arange(0, K // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 

@@ -131,7 +131,7 @@ def merge_grouped(
     """
     TURNS: tl.constexpr = C.HEADS // SPLIT.HEADS_AT_ONCE
     LANES: tl.constexpr = SPLIT.HEADS_AT_ONCE * SPLIT.ROW_BLOCKS
-    ALONE: tl.constexpr = min(2, GROUP_PARTIALS)
+    ALONE: tl.constexpr = 2 if GROUP_PARTIALS > 0 else 0
     SHARED: tl.constexpr = GROUP_PARTIALS - ALONE
     tile_row, row, row_mask, token, head, d = rows
     outer = tl.load(spans + b * SPAN + OUTER)

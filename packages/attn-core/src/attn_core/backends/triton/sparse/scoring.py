@@ -186,10 +186,10 @@ class Scoring(NamedTuple):
 
 
 def factor_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
-    """Return the dtype that index queries and keys are multiplied in, which holds both exactly.
+    """Return the dtype that index queries and keys are multiplied in: one that holds both exactly.
 
-    e4m3 is exact in 16 bits, which every chip multiplies. bf16 keys are taken in fp16 below fp16
-    queries: an indexer normalises its keys, so that none is beyond 65504.
+    e4m3 is exact in 16 bits, which every chip multiplies. The exception are bf16 keys below fp16
+    queries, which are rounded to fp16: an indexer normalises its keys, so that they fit it.
     """
     e4m3 = torch.float8_e4m3fn
     if e4m3 in (queries, keys):
