@@ -235,3 +235,13 @@ def test_a_pool_is_copied_after_it_was_used(how):
     assert torch.equal(other.k.view(-1, 656)[SLOTS], to_latents(new[:, 0], 512))
     for cache, sign in ((other, -1), (used.layer(0), 1)):
         assert (read_index(cache, SLOTS, torch.float32) == sign).all()
+
+
+def test_what_fp8_rounds_beyond_fp16_is_its_largest_number():
+    x = torch.ones(2, 192)
+    x[0, 5], x[1, 7], x[1, 9] = 64000.0, -64000.0, torch.nan
+    y = from_latents(to_latents(x.half(), 128), 128, torch.float16)
+    assert y[0, 5] == 65504
+    assert y[1, :128].isnan().all(), "a NaN makes its 128 values NaN, and is not hidden"
+    x[1, 9] = 1.0
+    assert from_latents(to_latents(x.half(), 128), 128, torch.float16)[1, 7] == -65504

@@ -582,6 +582,11 @@ def test_missing_keys_are_all_listed_with_their_spellings():
         requirements_from_config({"num_attention_heads": 8, "kv_lora_rank": 512})
 
 
+def test_a_soft_cap_that_gemma_3_does_not_apply_is_no_need():
+    needs = requirements_from_config({**config_of("gemma-3-1b"), "attn_logit_softcapping": 50.0})
+    assert {x.logit_cap for x in needs.layers} == {None}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

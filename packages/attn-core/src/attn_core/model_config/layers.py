@@ -222,15 +222,18 @@ def _plain(keys: Keys, family: Family, role: Role, tp: int) -> LayerRequirements
         num_q_heads=q,
         num_kv_heads=kv,
         sliding_window=_window(keys) if role == "window" and not encoder else None,
-        # Gemma 3's layers hold one and apply none
-        logit_cap=None
-        if keys.model_type in ("gemma3", "gemma3_text")
-        else keys.number("attn_logit_softcapping"),
+        logit_cap=_logit_cap(keys),
         sinks=sinks,
         cross=role == "cross",
         encoder=encoder,
         dual_chunk=dual_chunk(keys),
     )
+
+
+def _logit_cap(keys: Keys) -> float | None:
+    """Return the soft cap; Gemma 3's layers have the key and do not apply it."""
+    is_gemma3 = keys.model_type in ("gemma3", "gemma3_text")
+    return None if is_gemma3 else keys.number("attn_logit_softcapping")
 
 
 def _kv_heads(keys: Keys, heads: int) -> int:

@@ -27,7 +27,7 @@ def to_latents(x: Tensor, latent_dim: int) -> Tensor:
 def from_latents(tokens: Tensor, latent_dim: int, dtype: torch.dtype) -> Tensor:
     """Decode what to_latents wrote: uint8 [..., bytes] → [..., D] in `dtype`, through float32.
 
-    What fp16 had up to 65,504 may be stored as 65,536; it is the largest number of fp16 again.
+    FP8 may round a value of fp16 up to 65,536, beyond fp16; it is read as 65,504, fp16's largest.
     """
     values, scales, rope = split_latents(tokens, latent_dim)
     blocks = torch.unflatten(values.float(), -1, (-1, LATENT_BLOCK)) * scales[..., None]

@@ -104,32 +104,6 @@ def drafts(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, mask: Tensor, scale: f
     return _chunk(q, k, own, read, total, beta, scale)
 
 
-def find_flaws(k: Tensor, g: Tensor, beta: Tensor, v: Tensor) -> Tensor | None:
-    """Say which values [B, n, Hv, V] of drafts have a part that is not finite; None of none.
-
-    Masked products take such drafts along, since 0 times NaN is NaN. It waits for the device.
-    """
-    if all(bool(x.sum().isfinite()) for x in (k, g, beta, v)):
-        return None
-    of_k, of_g = ~k.isfinite().all(-1), ~g.isfinite()
-    of_k = of_k.repeat_interleave(v.shape[-2] // k.shape[-2], -1)
-    of_g = of_g if g.dim() == 3 else of_g.any(-1)
-    return (of_k | of_g | ~beta.isfinite())[..., None] | ~v.isfinite()
-
-
-def without_flaws(flawed: Tensor | None, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Return parts of drafts with 0 for what is not finite; see find_flaws."""
-    return parts if flawed is None else tuple(x.masked_fill(~x.isfinite(), 0.0) for x in parts)
-
-
-def with_flaws(flawed: Tensor | None, mask: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-    """Return results [B, n, Hv, V] with NaN for drafts that see a flaw, by their mask."""
-    if flawed is None:
-        return results
-    seen = (mask.float() @ flawed.flatten(2).float()).view_as(flawed) > 0
-    return tuple(x.masked_fill(seen, torch.nan) for x in results)
-
-
 def _by_head(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

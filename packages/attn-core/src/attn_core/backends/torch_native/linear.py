@@ -14,12 +14,10 @@ from attn_core.backends.torch_native.delta_rule import (
     NOTHING_LEFT,
     drafts,
     dtype_of_sums,
-    find_flaws,
     per_value_head,
     sequence,
-    with_flaws,
-    without_flaws,
 )
+from attn_core.backends.torch_native.flaws import find_flaws, with_flaws, without_flaws
 from attn_core.cache.state_pool import CHUNK_SIZE, StateCache, StatePool
 from attn_core.runtime.backend import LinearAttentionBackend, Metadata
 from attn_core.runtime.batch import ForwardBatch
@@ -53,8 +51,7 @@ class TorchNativeLinear(LinearAttentionBackend):
         assert batch.state_slots is not None
         reads: list[int] = batch.state_slots.tolist()
         writes = reads if batch.state_slots_out is None else batch.state_slots_out.tolist()
-        none = [False] * len(reads)
-        fresh = none if batch.state_fresh is None else batch.state_fresh.tolist()
+        fresh = [False] * len(reads) if batch.state_fresh is None else batch.state_fresh.tolist()
         lens = batch.query_lens_host
         if lens is None:
             lens = tuple(batch.cu_seqlens_q.diff().tolist())

@@ -173,7 +173,7 @@ def _layer(layer_id: int, module: Any, config: Any, window: int | None) -> Atten
 
 
 def _logit_cap(module: Any, config: Any) -> float | None:
-    """Return the soft cap that a layer applies; Gemma 3's layers hold one and apply none."""
+    """Return the soft cap of a layer; Gemma 3's layers have the attribute and do not apply it."""
     if config.model_type == "gemma3_text":
         return None
     return none_if_off(getattr(module, "attn_logit_softcapping", None))

@@ -18,9 +18,9 @@ _TILE = 2048  # numbers that a program reads
 
 @triton.jit
 def saturated(x, dtype: tl.constexpr):
-    """Return float32 numbers in a dtype; those beyond fp16 as its largest.
+    """Return float32 numbers in a dtype; in fp16, those beyond its range as ±65,504.
 
-    FP8 rounds what was up to 65,504 in fp16 to 65,536, which fp16 lacks.
+    FP8 may round a value of fp16 up to 65,536, beyond fp16.
     """
     if dtype == tl.float16:
         x = tl.where(x > 65504.0, 65504.0, x)

@@ -188,8 +188,8 @@ class Scoring(NamedTuple):
 def factor_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
     """Return the dtype that index queries and keys are multiplied in: one that holds both exactly.
 
-    e4m3 is exact in 16 bits, which every chip multiplies. The exception are bf16 keys below fp16
-    queries, which are rounded to fp16: an indexer normalises its keys, so that they fit it.
+    e4m3 is exact in 16 bits, which every chip multiplies. bf16 keys with fp16 queries are the
+    exception: they are rounded to fp16, whose range an indexer's normalised keys do not leave.
     """
     e4m3 = torch.float8_e4m3fn
     if e4m3 in (queries, keys):
