@@ -211,8 +211,9 @@ def load_latents(
 ):  # fmt: skip
     """Bring the queries and then the latents of each item, in the order of next_block.
 
-    The page of a block is looked up while the block before it is brought. The first block comes
-    before those queries that wait for the end of the item before.
+    The page of a block is looked up while the block before it is brought. Queries that wait for the
+    end of the item before come after its first block; the first item's do not wait, and come first,
+    since scores begin with their rotary columns.
     """
     work = program_work(plan, sizes, CONFIG)
     prefetch_for_merge(work, sizes, CONFIG)
@@ -227,6 +228,8 @@ def load_latents(
         first_pages, pages = item_pages(work, next_unit, item, requests, sizes, CONFIG)
         q_row = item.q_start * CONFIG.GROUP + item.row_block * 64
         key_block = item.begin_block
+        if iteration == 0:
+            load_other_queries(queries, q_rows, q_row, iteration)
         load_first_queries(latents, q_rows, q_row, step)
         rows = find_rows(first_pages, key_block, item.seq_len, CONFIG)
         step += 1
@@ -238,7 +241,7 @@ def load_latents(
                 rows = following
                 step += 1
                 block += 1
-            if i == 0:
+            if (i == 0) & (iteration > 0):
                 load_other_queries(queries, q_rows, q_row, iteration)
         next_unit = item.next_unit
         iteration += 1
