@@ -14,7 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from attn_core.errors import UnsupportedError, UsageError  # noqa: E402
-from attn_core.integrations.transformers import Engine, enable  # noqa: E402
+from attn_core.integrations.transformers import Engine, enable, select_for  # noqa: E402
 from tiny_models import generate, inputs_of, tiny  # noqa: E402
 
 FEW = {"max_new_tokens": 6}
@@ -91,6 +91,49 @@ def test_a_model_that_was_converted_since_is_refused() -> None:
         assert engine.num_held == 0
 
 
+def test_a_selection_for_another_dtype_is_refused_whatever_the_models_is() -> None:
+    model = tiny("llama")
+    selection = select_for(model.config.to_dict(), dtype=model.dtype, device=model.device)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float64, "torch.float64")):
+        with pytest.raises(UsageError, match=f"in fp32, this one is in {name}; select again"):
+            enable(model.to(dtype), selection)
+    enable(model.float(), selection).disable()
+
+
+def test_a_trace_is_refused() -> None:
+    """It would be of one pass, with its pages and lengths."""
+    model, ids = tiny("llama"), inputs_of("llama")["input_ids"]
+    with torch.no_grad(), enable(model) as engine:
+        with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(lambda x: model(x, use_cache=False).logits, ids)
+        assert engine.num_held == 0
+        model(ids)
+
+
+def test_a_pool_of_no_pages_is_refused() -> None:
+    """It is no pool of one page, the dummy, in which nothing fits."""
+    model = tiny("llama")
+    for pages in (0, {"full": 0}):
+        with pytest.raises(UsageError, match="0 pages for its view 'full'"):
+            enable(model, num_pages=pages)
+
+
+@pytest.mark.parametrize("rows", [[-1, 2], [0, 3], [-1]])
+def test_rows_that_a_cache_has_not_are_refused_and_change_nothing(rows: list[int]) -> None:
+    """A row counted from the end would go on from the pages of another, or from none."""
+    model, ids = tiny("llama"), inputs_of("llama")["input_ids"]
+    with torch.no_grad(), enable(model, page_size=4):
+        cache = model(ids).past_key_values
+        with pytest.raises(IndexError):  # as transformers' own cache
+            cache.reorder_cache(torch.tensor(rows))
+        actual = model(ids[:, :2], past_key_values=cache).logits
+        expected = model(torch.cat([ids, ids[:, :2]], 1)).logits[:, -2:]
+        torch.testing.assert_close(actual, expected)
+        cache.reset()
+        for choose in (cache.reorder_cache, cache.batch_select_indices):
+            choose(torch.tensor([0, 0]))  # of an empty cache: nothing, as transformers' own
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_new_weights_are_seen_at_once(name: str) -> None:
     model, inputs = tiny(name), inputs_of(name)
@@ -120,6 +163,18 @@ def test_an_assistant_that_exits_after_the_first_layers(page_size: int) -> None:
         assert torch.equal(generate(model, one, assistant_early_exit=1), expected)
         assert passes.count(0) > passes.count(2)
         assert engine.num_held == 0
+
+
+def test_an_assistant_of_linear_layers_alone_is_refused() -> None:
+    """Its cache has no layer that knows a length."""
+    types = ["linear_attention", "linear_attention", "full_attention"]
+    model = tiny("qwen3_next", num_hidden_layers=3, layer_types=types)
+    one = {"input_ids": inputs_of("qwen3_next")["input_ids"][:1]}
+    with enable(model) as engine:
+        for layers in (1, 2):
+            with pytest.raises(UnsupportedError, match="set assistant_early_exit to 3 or more"):
+                generate(model, one, assistant_early_exit=layers)
+        assert engine.num_held == engine.num_states == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "kimi_linear"])

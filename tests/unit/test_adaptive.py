@@ -279,6 +279,17 @@ def test_a_captured_pass_keeps_the_backend_that_it_was_captured_with():
     assert set(dispatcher.captured) >= {dec, other}
 
 
+@pytest.mark.parametrize("names", [["full"], ["window"], ["group 0", "group 1"], ["chunk"]])
+def test_the_longest_request_counts_whatever_its_views_are_called(names):
+    """A model whose layers all have a window has no view "full", generate_batch() has groups."""
+    one = batch(M.DECODE)
+    view = one.views["full"]
+    encoder = replace(view, max_seq_len=4096)
+    other = replace(one, views={"cross": encoder, **dict.fromkeys(names, view)})
+    assert size_of(other) == size_of(one)
+    assert size_of(one)[1] == view.max_seq_len.bit_length() > 0
+
+
 def test_a_pick_takes_as_long_as_some_lookups_and_reads_no_tensor():
     """With the counter, under 40 lookups in a dictionary, mostly 15; both take turns."""
     picker, trace = Picker([recorder("a"), recorder("b")], Table(CELLS, {})), Trace()

@@ -40,9 +40,17 @@ class PassKind(NamedTuple):
 
 
 def size_of(batch: ForwardBatch) -> Bucket:
-    """Return the bucket of a pass. Takes numbers of the host alone, equal on all ranks."""
+    """Return the bucket of a pass. Takes numbers of the host alone, equal on all ranks.
+
+    A request has as many tokens in every view but that of an encoder, and not every model has a
+    view "full".
+    """
     view = batch.views.get("full")
-    longest = 0 if view is None else view.max_seq_len
+    if view is None:
+        own = (x.max_seq_len for name, x in batch.views.items() if name != "cross")
+        longest = max(own, default=0)
+    else:
+        longest = view.max_seq_len
     return bucket_of(batch.batch_size, longest, batch.num_tokens)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_core.integrations.sglang.backend import AttnCoreBackend
 from attn_core.integrations.sglang.drafts import DraftDecodeBackend
+from attn_core.integrations.sglang.layers import with_sinks
 from attn_core.integrations.sglang.tree_tables import TreeTables, branch_masks, fill_trees
 from attn_core.ops.kv import write_kv
 from attn_core.runtime.batch import CacheView, ForwardBatch, ForwardMode, SpecInfo
@@ -132,7 +133,7 @@ class TreeStep(AttnCoreBackend):
         batch, metadata = self._pass
         own = self.layers[layer.layer_id]
         if sinks is not None and own.sinks is not sinks:
-            own = self._with_sinks(own, sinks)
+            own = self.layers[layer.layer_id] = with_sinks(own, sinks)
         assert batch.spec is not None
         size, n = batch.batch_size, batch.spec.num_draft_tokens
         real, first = size * self.topk, n - self.topk

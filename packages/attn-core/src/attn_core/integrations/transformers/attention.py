@@ -92,12 +92,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers ships n
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i go on from row beam_idx[i]."""
-        if self._leads:
-            self.requests.choose(beam_idx.tolist())
+        if self._leads and self.requests.batch_size:
+            rows = torch.arange(self.requests.batch_size, device="cpu")
+            self.requests.choose(rows.index_select(0, beam_idx.cpu()).tolist())  # refuses others
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`, numbers or a mask of rows, as a tensor is indexed."""
-        if self._leads:
+        if self._leads and self.requests.batch_size:
             rows = torch.arange(self.requests.batch_size, device="cpu")
             self.requests.choose(rows[indices.cpu()].tolist())
 
@@ -136,6 +137,12 @@ def adopt(cache: Any, memory: PagedCache, config: Any) -> Sequences:
         raise UnsupportedError(
             f"a {type(cache).__name__}{', offloaded' * getattr(cache, 'offloading', False)} "
             "(supports DynamicCache); leave past_key_values and cache_implementation out"
+        )
+    first = memory.layers[0].layer_id
+    if 0 < len(layers) <= first:  # transformers keeps the length of a cache in such a layer
+        raise UnsupportedError(
+            f"a cache of the first {len(layers)} layers, which have states alone; the first one "
+            f"with keys and values is {first}: set assistant_early_exit to {first + 1} or more"
         )
     if cache.get_seq_length():
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Refuse what is not inference: training and attention weights."""
+"""Refuse what is not inference: training, traces and attention weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from attn_core.errors import UnsupportedError
 def refuse_arguments(decoder: Any, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError for a call of the decoder that asks for more than inference."""
     config, embeds = decoder.config, arguments.get("inputs_embeds")
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's own name
+        raise UnsupportedError(
+            "torch.jit.trace: a trace would keep the pages of one pass for all; disable() "
+            "attn-core for this call, or use torch.compile"
+        )
     if decoder.training:
         raise UnsupportedError("a model in training mode; attn-core is for inference: eval()")
     trains = embeds is not None and embeds.is_leaf and embeds.requires_grad

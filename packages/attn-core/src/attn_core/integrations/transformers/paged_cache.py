@@ -266,7 +266,7 @@ def _sizes(
     views: Mapping[str, object], num_pages: int | Mapping[str, int] | None
 ) -> dict[str, int]:
     if not isinstance(num_pages, Mapping):
-        return dict.fromkeys(views, num_pages or 1)
+        return dict.fromkeys(views, 1 if num_pages is None else num_pages)
     if num_pages.keys() != views.keys():
         raise UsageError(
             f"num_pages for the views {sorted(num_pages)} (the model has {sorted(views)})"
