@@ -240,3 +240,11 @@ def test_a_tree_of_drafts_is_refused_and_a_chain_is_not():
                 served.dispatcher.init_forward_metadata(batch)
         else:
             served.dispatcher.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_without_a_cache_is_refused(causal):
+    q, k = torch.randn(6, 3, HEADS, DIM), torch.randn(6, KV_HEADS, DIM)
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="layer 0: dual chunk attention without a cache"):
+        Served().dispatcher.forward_ragged(q, k, k, LAYER, cu, cu, 6, 6, causal=causal)

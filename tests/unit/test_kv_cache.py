@@ -176,7 +176,7 @@ def test_a_layout_is_one_of_two():
 QUANTISED = [store for store, dtype in TORCH_DTYPES.items() if dtype.itemsize == 1]
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
 @pytest.mark.parametrize("store", QUANTISED)
 def test_a_scale_in_a_tensor_is_that_of_its_number(store, shape):
     tensors = tuple(torch.full(shape, x) for x in (0.5, 3.0))
@@ -192,6 +192,7 @@ def test_a_scale_in_a_tensor_is_that_of_its_number(store, shape):
         read_kv(numbers, SLOTS, torch.float32), read_kv(cache, SLOTS, torch.float32), strict=True
     ):
         assert torch.equal(a, b)
+    assert read_kv(cache, SLOTS[0], torch.float32)[0].shape == (2, 32), "it adds no dimension"
     tensors[0].mul_(2)  # calibrated later
     assert torch.equal(
         read_kv(cache, SLOTS, torch.float32)[0], 2 * read_kv(numbers, SLOTS, torch.float32)[0]

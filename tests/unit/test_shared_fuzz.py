@@ -123,3 +123,17 @@ def test_bits_of_a_request_do_not_depend_on_who_shares_in_deterministic_mode(for
         backend = sharers.backend(**config, multiprocessors=rng.choice([3, 40]))
         for b, got in zip(rows, bits(sharers, backend, rows, q), strict=True):
             assert torch.equal(got, right[b]), (rows, b)
+
+
+def test_a_plan_serves_a_batch_of_the_same_lengths_and_other_pages():
+    """Requests that share pages, then the same ones with pages of their own, and back."""
+    layer, lengths = make_layer(2, 2, 32), [200, 190]
+    alone, sharing = (Sharers(layer, lengths, [0, pages], page=16) for pages in (0, 11))
+    backend = sharing.backend(shared_prefix=True, multiprocessors=3)
+    batches = [x.batch([1, 1], mode=M.DECODE) for x in (alone, sharing)]
+    q = alone.draw(2)
+    for planned in batches:
+        plan = backend.init_forward_metadata(planned)
+        for requests, batch in zip((alone, sharing, alone, sharing), 2 * batches, strict=True):
+            tokens = (q, None, None, layer, requests.cache, batch, plan)
+            requests.check(backend.forward(*tokens, return_lse=True), q, [1, 1])

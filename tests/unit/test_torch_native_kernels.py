@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_core import AttentionLayer, load_plugins
 from attn_core.backends.torch_native import kernels
+from attn_core.testing.harness import Bench
 
 
 def flash(q, k, v, dropout, causal, debug, *, scale):
@@ -63,3 +65,24 @@ def test_torch_2_8_is_not_asked_for_its_kernel_of_cpus(causal, monkeypatch):
     out, _ = kernels.attend(q, k, v, tile, **rest)
     right = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2, enable_gqa=True)
     torch.testing.assert_close(out, right)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("queries", [1, 17, 100])
+def test_queries_of_spread_columns(queries, kv_heads):
+    """The heads of one KV head are rows of one product, which torch's kernel read as if dense."""
+    layer = AttentionLayer(
+        layer_id=0, num_q_heads=4, num_kv_heads=kv_heads, head_dim=32, v_head_dim=32, scale=0.2
+    )
+    spec = load_plugins().get("torch_native")
+    row = next(x for x in spec.capabilities if x.kind == "mha" and x.device == "cpu")
+    bench = Bench(spec=spec, row=row, torch_device=torch.device("cpu"))
+    backend = bench.create((layer,), dtype="fp32")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(queries, 4, 32), *torch.randn(2, 9, kv_heads, 32)
+    lens = [torch.tensor([0, n], dtype=torch.int32) for n in (queries, 9)]
+    spread = torch.stack((q, torch.full_like(q, torch.nan)), -1)[..., 0]
+    got, want = (
+        backend.forward_ragged(x, k, v, layer, *lens, queries, 9, causal=False) for x in (spread, q)
+    )
+    assert torch.equal(got, want)

@@ -8,6 +8,7 @@ from attn_core.cache.layer_cache import LayerCache
 from attn_core.errors import UsageError
 from attn_core.ops import kv as torch_kv
 from attn_core.runtime.batch import ForwardBatch
+from attn_core.spec.dual_chunk import DualChunk
 from attn_core.testing.inputs import mapped
 
 pytest.importorskip("triton")
@@ -85,6 +86,7 @@ def test_keys_of_one_token_or_of_none():
     assert not out[LENGTHS[0] :].any()
     assert (lse[LENGTHS[0] :] == -torch.inf).all()
     assert not ragged(q, k[:0], v[:0], keys=(0, 0, 0))[0].any()
+    assert not ragged(q, spread(k)[:0], spread(v)[:0], keys=(0, 0, 0))[0].any()
 
 
 def test_one_key_for_every_head_and_token():
@@ -196,6 +198,23 @@ def test_a_cache_of_spread_columns_is_refused():
         backend.forward(
             server.q, None, None, make_layer(), cache, batch, backend.init_forward_metadata(batch)
         )
+
+
+@pytest.mark.parametrize("form", [padded, spread, lambda x: x.mT.contiguous().mT])
+def test_the_three_queries_of_a_token_may_be_slices(form):
+    """Heads may lie closer to each other than the numbers of a head."""
+    layer = make_layer(dual_chunk=DualChunk(chunk_size=20, local_size=4))
+    server = Server((90, 40), layers=[layer])
+    batch, _ = server.batch(M.EXTEND)
+    backend, [q, *_] = make_backend(layer), tokens(3 * HQ)
+    q = q[:40].view(40, 3, HQ, D)
+    metadata = backend.init_forward_metadata(batch)
+
+    def attend(q):
+        cache = server.cache(layer)
+        return backend.forward(q, None, None, layer, cache, batch, metadata, return_lse=True)
+
+    assert equal(attend(replaced(q, form)), attend(q))
 
 
 # ---- Offsets beyond 32 bits ------------------------------------------------------------------

@@ -195,6 +195,7 @@ def _read(
 ) -> tuple[Tensor, Tensor | None]:
     def side(pool: Tensor, block_pool: Tensor | None, scale: Scale) -> Tensor:
         stored = gather(pool, cache.layout, index)
+        scale = scale.reshape(()) if isinstance(scale, Tensor) else scale  # it adds no dimension
         if block_pool is not None:
             return from_fp4(stored, gather(block_pool, cache.layout, index), scale, dtype)
         return from_fp8(stored, scale, dtype) if pool.dtype.itemsize == 1 else stored.to(dtype)

@@ -62,7 +62,15 @@ def check_ragged(
     max_k: int,
     out: Tensor | None,
 ) -> None:
-    """Raise BatchError for tensors that do not match each other in attention without a cache."""
+    """Raise BatchError for tensors that do not match each other in attention without a cache.
+
+    Raises UnsupportedError for dual chunk attention, whose chunks lie in a cache.
+    """
+    if layer.dual_chunk is not None:
+        raise UnsupportedError(
+            f"layer {layer.layer_id}: dual chunk attention without a cache; write K and V to the "
+            "cache and run a pass over it"
+        )
     tokens = {"q": q.shape[0], "k": k.shape[0]}
     _check_queries(q, layer, tokens["q"], out)
     _check_keys(k, v, layer, tokens["k"])

@@ -23,6 +23,7 @@ from attn_core.runtime.backend import AttentionBackend, BackendConfig, Metadata,
 from attn_core.runtime.batch import ForwardBatch, ForwardMode
 from attn_core.runtime.contract_checks import refuse_call, refuse_unplanned, refuse_window
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.operands import readable
 from attn_core.runtime.sparse_prompts import SparsePrompts, attend_sparse, plan_sparse
 
 Pieces = tuple[Piece, ...]
@@ -250,7 +251,7 @@ class TorchNative(AttentionBackend):
     ) -> States:
         """Attend to each tile of a piece."""
         r, n, heads, kv_heads = piece.requests, piece.queries, layer.num_q_heads, layer.num_kv_heads
-        query = q[piece.rows].view(r, n, heads, -1)
+        query = readable(q[piece.rows]).view(r, n, heads, -1)
         if piece.fold:
             query = query.view(r, n, kv_heads, heads // kv_heads, -1).transpose(1, 2).flatten(2, 3)
         else:

@@ -26,6 +26,7 @@ from attn_core.runtime.contract_checks import (
 )
 from attn_core.runtime.kernel_tensors import empty_attention
 from attn_core.runtime.layer import AttentionLayer, LayerGroup
+from attn_core.runtime.operands import readable
 from attn_core.runtime.shared_keys import SharedKeys
 from attn_core.runtime.sparse_prompts import SparsePrompts, attend_sparse, plan_sparse
 
@@ -151,7 +152,12 @@ class Triton(AttentionBackend):
         if schedule is None:
             refuse_unplanned(layer, metadata)
         inputs, lse = schedule.inputs, schedule.unread_lse
-        if inputs.batch is not batch:  # planned for another with the same lengths
+        split = schedule.split
+        if inputs.batch is not batch and split is not None and split.cuts.sharing is not None:
+            # its groups are those of other pages
+            schedule = self._scheduler.plan(layer.group, batch, None)
+            inputs, lse = schedule.inputs, schedule.unread_lse
+        elif inputs.batch is not batch:  # planned for another with the same lengths
             inputs = Pass.of(layer.group, batch)
             if schedule.chunk:
                 pages = -(-schedule.longest // self.config.page_size)
@@ -195,7 +201,7 @@ class Triton(AttentionBackend):
             _refuse_spread(out)
         if not q.shape[0]:
             return empty_attention(q, layer, out, return_lse)
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        k, v = readable(k), readable(v)
         tokens = LayerCache(k=k.unsqueeze(0), v=v.unsqueeze(0))  # one page of all tokens
         starts = (cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
         group = LayerGroup.of(layer, causal=causal)

@@ -115,7 +115,8 @@ class Call:
         lse: Tensor,
     ) -> None:
         of_q = q.stride()
-        if of_q[2] != 1:  # the three queries of dual chunk attention are heads here
+        # the three queries of dual chunk attention are heads here
+        if len(of_q) > 3 or of_q[2] != 1:
             q = q.flatten(1, -2) if q.stride(-1) == 1 else q.contiguous().flatten(1, -2)
             of_q = q.stride()
         at_q = q.data_ptr()

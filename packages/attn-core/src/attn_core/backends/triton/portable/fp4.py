@@ -30,16 +30,17 @@ def load_fp4(
     """Load FP4 columns FIRST to FIRST + WIDTH times 2**-14, each fourth one in one tile.
 
     Returns four tiles [N, WIDTH / 4] in the dtype `like`: no number has to move to another thread.
-    offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0. FP4 is
-    e2m1, low nibble first, with one e4m3 scale per 16 columns. Both numbers and the product are
-    exact in fp16: times 2**-14 it is a multiple of its smallest number.
+    offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0, or
+    those of a latent whose values end inside a block of 16. FP4 is e2m1, low nibble first, with one
+    e4m3 scale per 16 columns. Both numbers and the product are exact in fp16: times 2**-14 it is a
+    multiple of its smallest number.
     """
     WORDS: tl.constexpr = WIDTH // 4
     PAIRS: tl.constexpr = max(1, WIDTH // 32)
     w = FIRST // 4 + tl.arange(0, WORDS)
     p = FIRST // 32 + tl.arange(0, PAIRS)
-    has_word = (offsets >= 0)[:, None] & (w < D // 4)[None, :]
-    has_pair = (offsets >= 0)[:, None] & (2 * p < D // 16)[None, :]
+    has_word = (offsets >= 0)[:, None] & (w < (D + 3) // 4)[None, :]
+    has_pair = (offsets >= 0)[:, None] & (2 * p < (D + 15) // 16)[None, :]
     if C.FP4_ALIGNED:
         ALIGNED: tl.constexpr = C.FP4_ALIGNED
         EIGHT_TIMES: tl.constexpr = 8 * C.FP4_ALIGNED
@@ -56,7 +57,7 @@ def load_fp4(
     else:
         word = bytes_as_words(pool + offsets[:, None] + 2 * w[None, :], has_word, has_word)
         scale_bytes = blocks.to(tl.pointer_type(tl.uint8)) + block_at[:, None] + 2 * p[None, :]
-        has_second = (offsets >= 0)[:, None] & (2 * p + 1 < D // 16)[None, :]
+        has_second = (offsets >= 0)[:, None] & (2 * p + 1 < (D + 15) // 16)[None, :]
         pair = bytes_as_words(scale_bytes, has_pair, has_second)
     pair = tl.broadcast_to(pair[:, :, None], (offsets.shape[0], PAIRS, WORDS // PAIRS))
     pair = tl.reshape(pair, (offsets.shape[0], WORDS))
