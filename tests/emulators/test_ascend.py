@@ -8,12 +8,13 @@ import pytest
 import torch
 from attn_ascend import calls, fused, library, paged
 from attn_ascend.fused import Fused
+from attn_core.errors import UnsupportedError
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite, case_catalog
 from attn_core.testing.cases import Case
 from attn_core.testing.harness import Bench
-from attn_core.testing.inputs import Point
+from attn_core.testing.inputs import Point, make_inputs
 from attn_core.testing.passes import attend, compare, create, prepared, run_case
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
@@ -134,6 +135,19 @@ def test_an_encoder_over_the_cache_has_no_order(vendor, queries, dim):
     row = next(r for r in spec().capabilities if r.create == "attn_ascend.paged:AscendPaged")
     bench = Bench(spec=spec(), row=row, torch_device=CPU, arch="910b")
     run_case(bench, case, Point(dtype="bf16", page_size=128))
+
+
+def test_a_window_without_causal_order_is_refused(vendor):
+    """The operator would be given no band for it, and see all keys."""
+    case = Case(
+        feature="", query_lens=(5,), seq_lens=(70,), dims=(64, 64), is_causal=False, window=4
+    )
+    row = next(r for r in spec().capabilities if r.create == "attn_ascend.paged:AscendPaged")
+    bench = Bench(spec=spec(), row=row, torch_device=CPU, arch="910b")
+    point = Point(dtype="bf16", page_size=128)
+    inputs = make_inputs(case, point, requires_finite_padding=True, fused=True)
+    with pytest.raises(UnsupportedError, match="window of 4 without causal order"):
+        create(bench, case, inputs, point)
 
 
 def _lengths_of_requests(given):

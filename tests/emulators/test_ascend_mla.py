@@ -1,5 +1,7 @@
 """ascend over the latent cache, on emulated torch-npu: the suite, and what would fail."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attn_ascend import mla
@@ -7,6 +9,7 @@ from attn_ascend.fused import Fused
 from attn_core.plugins.registry import load_plugins
 from attn_core.spec.device import parse_device
 from attn_core.testing import BackendSuite
+from attn_core.testing.passes import attend
 from attn_core.testing.plan import plan
 from attn_core.testing.runner import run_check
 from attn_core.testing.tolerance import CheckFailed
@@ -71,6 +74,29 @@ def test_more_queries_than_a_call_takes_are_shared_out(vendor, monkeypatch):
     )  # fmt: skip
     that.check(that.backend(), preallocated=True)
     assert counts == [3, 3, 1]
+
+
+@pytest.mark.parametrize("most", [3, 8192])
+def test_tokens_that_pad_a_batch_are_in_no_call(vendor, monkeypatch, most):
+    monkeypatch.setattr(mla, "MOST_REQUESTS", most)
+    that = Pass(
+        "ascend", "mla-draft-extend", arch="910b", page_size=128, heads=(16, 1),
+        query_lens=(3, 1), seq_lens=(3, 300),
+    )  # fmt: skip
+    inputs = that.inputs
+    backend, batch = that.backend(), inputs.batch
+    right, _ = attend(backend, inputs)
+    padded = replace(
+        batch,
+        positions=torch.cat([batch.positions, batch.positions.new_zeros(2)]),
+        query_lens_host=None,
+        views={
+            n: replace(v, out_cache_loc=None, seq_lens_host=None) for n, v in batch.views.items()
+        },
+    )
+    q, plan = torch.cat([inputs.q, inputs.q[:2]]), backend.init_forward_metadata(padded)
+    actual = backend.forward(q, None, None, inputs.layer, inputs.after, padded, plan)
+    assert torch.equal(actual[: len(right)], right)
 
 
 def test_the_operator_takes_so_many_requests_and_no_more(vendor):

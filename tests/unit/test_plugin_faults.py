@@ -369,6 +369,10 @@ IN_USE = {
                         "    def init_forw", 1),
         "bad (attn_bad_backend:Bad) cannot be created: ZeroDivisionError: division by zero",
     ),
+    "import ends the process": (
+        "raise SystemExit(7)",
+        "bad (attn_bad_backend:Bad) cannot be created: SystemExit: 7",
+    ),
     "no class": (
         "class Other: pass",
         "cannot be created: AttributeError: module 'attn_bad_backend' has no attribute 'Bad'",

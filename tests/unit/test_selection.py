@@ -452,6 +452,34 @@ def test_page_size_is_the_smallest_that_both_take():
         select(Requirements(page_size=96), HERE, registry, {})
 
 
+def test_a_page_of_layout_hnd_is_none_that_the_kernel_would_split():
+    """The dispatcher refuses it: the parts of a page lie apart in each of its heads."""
+    alone = registry_of(a=row(page_sizes={16, 32}, layouts={"HND"}))
+    assert select(Requirements(page_size=32), HERE, alone, {}).layout == "HND"
+    with pytest.raises(NoBackendError, match=r"page_size 48 \(supports 16, 32\)"):
+        select(Requirements(page_size=48), HERE, alone, {})
+    one = registry_of(a=row(page_sizes={16}, layouts={"HND"}))
+    with pytest.raises(NoBackendError, match=r"page_size 32 \(supports 16\)"):
+        select(Requirements(page_size=32), HERE, one, {})
+    pair = registry_of(
+        a=row(page_sizes={16}, layouts={"HND", "NHD"}, phases={Phase.PREFILL}),
+        b=row(layouts={"HND"}, phases={Phase.DECODE}),
+    )
+    assert select(Requirements(), HERE, pair, {}).page_size == 16
+    with pytest.raises(NoBackendError, match="no common page size"):
+        select(Requirements(page_size=32), HERE, pair, {})
+
+
+def test_a_window_without_causal_order_fits_no_row():
+    """Every backend refuses it at creation, and no check of the suite tests it."""
+    rows = registry_of(a=row(sliding_window=True, encoder=True, cross_attention=True))
+    select(Requirements(layers=(LayerRequirements(sliding_window=8),)), HERE, rows, {})
+    for without in ({"encoder": True}, {"cross": True}):
+        layers = (LayerRequirements(), LayerRequirements(sliding_window=8, **without))
+        with pytest.raises(NoBackendError, match="a sliding window of 8 without causal order"):
+            select(Requirements(layers=layers), HERE, rows, {})
+
+
 def test_a_preferred_page_size_says_what_it_costs_in_reuse():
     registry = registry_of(
         a=row(page_sizes={16, 64}, preferred_page_size=64, preferred_page_reason="1.17 x faster")

@@ -115,9 +115,10 @@ class AscendMLA(AttentionBackend):
         result = out if out is not None and dense else q.new_empty(*q.shape[:2], layer.v_head_dim)
         plan = metadata.get(layer.view)
         if plan is not None:
-            pages = self._pages(layer, cache)
-            for first in range(0, batch.num_tokens, MOST_REQUESTS):
-                part = slice(first, first + MOST_REQUESTS)
+            # tokens behind the last request pad the batch: they are in no plan
+            pages, planned = self._pages(layer, cache), plan.lengths.shape[0]
+            for first in range(0, planned, MOST_REQUESTS):
+                part = slice(first, min(first + MOST_REQUESTS, planned))
                 self._decode(
                     query=q[part].contiguous(),
                     key_cache=pages,

@@ -129,9 +129,11 @@ def installed(groups: Iterable[str]) -> dict[str, str | None]:
     names = {canonicalize_name(w.name) for group in groups for w in alternatives(group)}
     for name in names:
         try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            version = importlib.metadata.version(name)
+        except (importlib.metadata.PackageNotFoundError, UnicodeDecodeError):
             continue
+        if version:  # a removal may leave a folder without METADATA, whose version is None
+            versions[name] = version
     build = torch_build().get("version") if "torch" in names else None
     return {**versions, "torch": build} if build else versions
 

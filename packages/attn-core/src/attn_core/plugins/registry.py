@@ -210,11 +210,12 @@ def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
 
 
 def _origin(point: EntryPoint) -> Origin:
-    dist, module = point.dist, printable(point.value, ERROR_LENGTH)
-    if dist is None or (name := dist.name) is None:  # of one whose METADATA is lost
+    module = printable(point.value, ERROR_LENGTH)
+    try:
+        name, version = canonicalize_name(point.dist.name), str(point.dist.version or "?")
+    except Exception:  # no distribution, or its METADATA is lost or no text, as loading says
         return Origin("unknown", "?", module)
-    version = printable(str(dist.version or "?"))
-    return Origin(printable(canonicalize_name(name)), version, module)
+    return Origin(printable(name), printable(version), module)
 
 
 def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:

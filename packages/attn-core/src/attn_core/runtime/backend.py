@@ -230,7 +230,7 @@ def create_backend(
         backend = getattr(importlib.import_module(module), attribute)(config)
     except AttnError:
         raise
-    except Exception as error:  # a plugin's code: keep its error, name its owner
+    except (Exception, SystemExit) as error:  # a plugin's code: keep its error, name its owner
         raise BackendError(
             f"{spec.name} ({create}) cannot be created: {type(error).__name__}: {error}"
         ) from error

@@ -139,18 +139,20 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def fillable(out: Tensor | None) -> Tensor | None:
+def fillable(out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return `out` [T, H, D], or a dense tensor to fill in its place.
 
+    dtype: that of the queries, in which kernels write; some would do so into memory of another.
     Kernels store 16 bytes at a time. torch also calls a tensor contiguous that begins between two
     such places, or that has any stride in a dimension of size 1, which kernels refuse.
     """
     if out is None:
         return None
     _, heads, dim = out.shape
-    if out.stride() == (heads * dim, dim, 1) and not out.data_ptr() % 16:
+    dense = out.stride() == (heads * dim, dim, 1) and not out.data_ptr() % 16
+    if dense and out.dtype == dtype:
         return out
-    return torch.empty_like(out, memory_format=torch.contiguous_format)
+    return torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def returned(result: Output, out: Tensor | None, dense: Tensor | None, *sources: Tensor) -> Output:

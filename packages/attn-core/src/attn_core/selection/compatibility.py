@@ -153,6 +153,11 @@ def layer_gaps(row: Capabilities, layer: LayerRequirements, target: Target) -> I
             for g in sorted(row.group_sizes)
         ]
         yield _gap("group_size", hq // hkv, listing(row.group_sizes), options)
+    window = layer.sliding_window
+    if window and row.sliding_window and (layer.cross or layer.encoder):
+        fix = _model_fix(target, "without sliding_window", sliding_window=None)
+        requested = f"a sliding window of {window} without causal order"
+        yield Mismatch("sliding_window", requested, "not supported", (fix,))
     for name, supported, without in (
         ("sliding_window", row.sliding_window, None),
         ("logit_cap", row.logit_cap, None),
@@ -206,7 +211,8 @@ def _cache_gaps(row: Capabilities, needs: Requirements) -> Iterator[Mismatch]:
         sizes = f"{listing(row.page_sizes)} and multiples" if row.page_sizes else ""
         if row.max_page_size is not None:
             sizes = f"{sizes}, " * bool(sizes) + f"at most {row.max_page_size}"
-        sizes = sizes.replace(" and multiples", "") if len(row.page_sizes) > 1 else sizes
+        if len(row.page_sizes) > 1 or "NHD" not in row.layouts:
+            sizes = sizes.replace(" and multiples", "")
         # the selection puts the page that it would choose in the place of None
         yield _gap("page_size", page, sizes, [_fix("no --page-size", FixCost.FLAG, page_size=None)])
     if row.requires_finite_padding and not needs.finite_padding:

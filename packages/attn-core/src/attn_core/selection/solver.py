@@ -32,7 +32,7 @@ from attn_core.selection.result import (
 )
 from attn_core.spec.device import Device
 from attn_core.spec.kinds import Phase, Role
-from attn_core.spec.page_size import page_limit, smallest_page, takes_page
+from attn_core.spec.page_size import page_limit, sharing, smallest_page, takes_page
 from attn_core.spec.requirements import Requirements
 
 
@@ -202,7 +202,8 @@ def _conflict(s: RowJudge, pre: Verdict, dec: Verdict) -> str | None:
     if not pre.row.layouts & dec.row.layouts:
         return f"{pair}: no common KV layout ({set(pre.row.layouts)} and {set(dec.row.layouts)})"
     limit = page_limit(s.needs)
-    if s.needs.page_size is None and smallest_page((pre.row, dec.row), limit) is None:
+    page = s.needs.page_size or smallest_page((pre.row, dec.row), limit)
+    if page is None or not all(takes_page(row, page) for row in sharing((pre.row, dec.row))):
         limits = ", ".join(
             f"{v.spec.name} takes {sorted(v.row.page_sizes) or 'any'}"
             + (f" up to {v.row.max_page_size}" if v.row.max_page_size else "")
@@ -213,7 +214,7 @@ def _conflict(s: RowJudge, pre: Verdict, dec: Verdict) -> str | None:
 
 
 def _page(s: RowJudge, pre: Verdict, dec: Verdict) -> tuple[int, str]:
-    rows = (pre.row, dec.row)
+    rows = sharing((pre.row, dec.row))
     if s.needs.page_size is not None:
         return s.needs.page_size, "named by --page-size"
     limit = page_limit(s.needs)

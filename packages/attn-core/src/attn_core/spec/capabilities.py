@@ -58,7 +58,7 @@ class Capabilities:
     )
     q_heads: AbstractSet[int] = frozenset()
     group_sizes: AbstractSet[int] = frozenset()  # q heads per kv head
-    sliding_window: bool = False
+    sliding_window: bool = False  # of causal self-attention: no row windows another
     logit_cap: bool = False
     sinks: bool = False
     cross_attention: bool = False

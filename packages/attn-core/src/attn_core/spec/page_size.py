@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import gcd, lcm
 
 from attn_core.spec.capabilities import Capabilities
@@ -10,9 +11,20 @@ from attn_core.spec.requirements import Requirements
 
 
 def takes_page(row: Capabilities, page_size: int) -> bool:
-    """Say whether a row can use a pool of this page size: one of its sizes divides the pool's."""
+    """Say whether a row can use a pool of this page size: one of its sizes divides the pool's.
+
+    In layout HND it has to be one of them: the parts of a page lie apart in each of its heads.
+    """
     fits = not row.page_sizes or any(page_size % p == 0 for p in row.page_sizes)
-    return fits and (row.max_page_size is None or page_size <= row.max_page_size)
+    whole = not row.page_sizes or page_size in row.page_sizes or "NHD" in row.layouts
+    return fits and whole and (row.max_page_size is None or page_size <= row.max_page_size)
+
+
+def sharing(rows: Iterable[Capabilities]) -> tuple[Capabilities, ...]:
+    """Return rows over one cache, each with the layouts that all of them take."""
+    rows = tuple(rows)
+    layouts = frozenset.intersection(*(frozenset(row.layouts) for row in rows))
+    return tuple(row if row.layouts == layouts else replace(row, layouts=layouts) for row in rows)
 
 
 def page_limit(needs: Requirements) -> int:
@@ -25,7 +37,7 @@ def smallest_page(rows: Iterable[Capabilities], limit: int = 0) -> int | None:
 
     limit: what the page has to divide, 0 = any.
     """
-    rows, pages = tuple(rows), {1}
+    rows, pages = sharing(rows), {1}
     for row in rows:
         pages = {lcm(p, q) for p in pages for q in (row.page_sizes or {1})}
     sizes = (p for p in pages if not limit % p and all(takes_page(row, p) for row in rows))
