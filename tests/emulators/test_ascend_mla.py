@@ -97,6 +97,7 @@ def test_tokens_that_pad_a_batch_are_in_no_call(vendor, monkeypatch, most):
     q, plan = torch.cat([inputs.q, inputs.q[:2]]), backend.init_forward_metadata(padded)
     actual = backend.forward(q, None, None, inputs.layer, inputs.after, padded, plan)
     assert torch.equal(actual[: len(right)], right)
+    assert not actual[len(right) :].any()
 
 
 def test_the_operator_takes_so_many_requests_and_no_more(vendor):

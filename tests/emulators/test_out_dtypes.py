@@ -1,4 +1,8 @@
-"""An `out` of another dtype than the queries: kernels write in theirs, the dispatcher converts."""
+"""An `out` of another dtype than the queries.
+
+Most kernels write the queries' dtype, and the dispatcher converts. triton and torch_native round
+once, to the dtype of `out`.
+"""
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from attn_core import (
     select,
 )
 from attn_core.plugins.dependencies import alternatives
+from interpreted import interpreted
 
 LAYER = AttentionLayer(
     layer_id=0, num_q_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, scale=0.125
@@ -36,7 +41,22 @@ LAYER = AttentionLayer(
     ],
 )
 def test_out_of_another_dtype_holds_the_numbers_of_the_queries(device, prefill, decode, store):
-    registry = load_plugins()
+    for right, out in passes(device, prefill, decode, store):
+        assert torch.equal(out, right.float())
+
+
+@pytest.mark.parametrize("name", ["torch_native", "triton"])
+def test_these_round_once(name):
+    if name == "triton":
+        pytest.importorskip("triton")
+    for right, out in passes("cpu", name, name, "bf16", registry=interpreted()):
+        assert torch.equal(out.bfloat16(), right)
+        assert name == "torch_native" or not torch.equal(out, right.float())
+
+
+def passes(device, prefill, decode, store, registry=None):
+    """Return the outputs of a prompt and of decode in bf16, and each in an `out` of float32."""
+    registry = registry or load_plugins()
     needs = Requirements(layers=(LayerRequirements.of(LAYER),), kv_cache_dtype=store)
     libraries = {w.name: None for g in registry.requires() for w in alternatives(g)}
     named = Overrides(prefill_attention_backend=prefill, decode_attention_backend=decode)
@@ -57,4 +77,4 @@ def test_out_of_another_dtype_holds_the_numbers_of_the_queries(device, prefill, 
         right = dispatcher.forward(q, k, v, LAYER, batch, metadata)
         out = torch.full(right.shape, torch.nan)
         assert dispatcher.forward(q, k, v, LAYER, batch, metadata, out=out) is out
-        assert torch.equal(out, right.float())
+        yield right, out

@@ -165,21 +165,6 @@ def test_an_assistant_that_exits_after_the_first_layers(page_size: int) -> None:
         assert engine.num_held == 0
 
 
-def test_an_assistant_of_linear_layers_alone_is_right_or_refused() -> None:
-    """Its cache has no layer that knows a length, where transformers gives it one of its own."""
-    types = ["linear_attention", "linear_attention", "full_attention"]
-    model = tiny("qwen3_next", num_hidden_layers=3, layer_types=types)
-    one = {"input_ids": inputs_of("qwen3_next")["input_ids"][:1]}
-    right = generate(model, one)
-    with enable(model) as engine:
-        for layers in (1, 2):
-            try:
-                assert torch.equal(generate(model, one, assistant_early_exit=layers), right)
-            except UnsupportedError as error:
-                assert "set assistant_early_exit to 3 or more" in str(error)  # noqa: PT017
-        assert engine.num_held == engine.num_states == 0
-
-
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "kimi_linear"])
 def test_autocast_is_as_near_to_the_truth_as_eager(name: str) -> None:
     """Under autocast queries and gates come in bf16, to weights and states in fp32."""

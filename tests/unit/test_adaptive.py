@@ -194,6 +194,10 @@ def test_the_selection_admits_what_was_measured_and_shares_the_cache():
         ({"times": {}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, layouts={"HND"})}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, page_sizes={16})}}, set()),
+        # a page of layout HND is whole; `long` alone could split one, in its other layout
+        ({"rows": {"short": replace(ROW, layouts={"HND"}),
+                   "long": replace(ROW, layouts={"HND", "NHD"}, page_sizes={16})},
+          "needs": replace(NEEDS, page_size=32)}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, bans={"short": "no"})}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, needs_host_lengths=True)}}, set()),
         ({"rows": {"short": ROW, "long": replace(ROW, requires_finite_padding=True)}},

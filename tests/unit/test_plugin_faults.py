@@ -371,7 +371,7 @@ IN_USE = {
     ),
     "import ends the process": (
         "raise SystemExit(7)",
-        "bad (attn_bad_backend:Bad) cannot be created: SystemExit: 7",
+        "bad (attn_bad_backend:Bad) cannot be created: ImportError: SystemExit: 7",
     ),
     "no class": (
         "class Other: pass",

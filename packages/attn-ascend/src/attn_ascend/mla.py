@@ -117,6 +117,7 @@ class AscendMLA(AttentionBackend):
         if plan is not None:
             # tokens behind the last request pad the batch: they are in no plan
             pages, planned = self._pages(layer, cache), plan.lengths.shape[0]
+            result[planned:] = 0
             for first in range(0, planned, MOST_REQUESTS):
                 part = slice(first, min(first + MOST_REQUESTS, planned))
                 self._decode(

@@ -65,7 +65,10 @@ def strangers(pin: Pin) -> list[str]:
     """List the installed distributions, other than the pin's, that have its module."""
     if not pin.module:
         return []
-    owners = importlib.metadata.packages_distributions().get(pin.module, [])
+    try:
+        owners = importlib.metadata.packages_distributions().get(pin.module, [])
+    except UnicodeDecodeError:  # the METADATA of one distribution spoils the call for all
+        return []
     return sorted({canonicalize_name(o) for o in owners} - {canonicalize_name(pin.distribution)})
 
 
@@ -120,20 +123,28 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
     return " and ".join(present) or f"{' or '.join(w.name for w in requirements)} not installed"
 
 
+def version_of(name: str) -> str | None:
+    """Return the installed version of a distribution; None if there is none that can be read.
+
+    A removal may leave a folder without METADATA, also beside that of another version.
+    """
+    for distribution in importlib.metadata.distributions(name=name):
+        try:
+            version: str | None = distribution.version
+        except Exception:  # its METADATA is no text
+            continue
+        if version:
+            return version
+    return None
+
+
 def installed(groups: Iterable[str]) -> dict[str, str | None]:
     """Look up the installed version of every distribution in `groups` without importing any.
 
     Of torch it is the build, such as 2.11.0+cu130.
     """
-    versions: dict[str, str | None] = {}
     names = {canonicalize_name(w.name) for group in groups for w in alternatives(group)}
-    for name in names:
-        try:
-            version = importlib.metadata.version(name)
-        except (importlib.metadata.PackageNotFoundError, UnicodeDecodeError):
-            continue
-        if version:  # a removal may leave a folder without METADATA, whose version is None
-            versions[name] = version
+    versions = {name: version for name in names if (version := version_of(name))}
     build = torch_build().get("version") if "torch" in names else None
     return {**versions, "torch": build} if build else versions
 

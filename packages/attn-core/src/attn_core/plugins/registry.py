@@ -159,7 +159,8 @@ def load_plugins(entry_points: Iterable[EntryPoint] | None = None) -> Registry:
     pins, slow = list[Pin](), list[SlowPlugin]()
     provided: dict[str, str | None] = {}
     points = _installed_points(broken) if entry_points is None else entry_points
-    unique = {(o.distribution, p.name, p.value): (o, p) for p in points for o in [_origin(p)]}
+    owned = [(_origin(p.dist, p.value), p) for p in points]
+    unique = {(o.distribution, p.name, p.value): (o, p) for o, p in owned}
     for _, (origin, point) in sorted(
         unique.items(), key=lambda item: (item[0][0] != BUILTIN, item[0])
     ):
@@ -205,17 +206,16 @@ def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
         try:
             yield from dist.entry_points.select(group=hookspecs.GROUP)
         except Exception as error:  # whatever the parser of its entry_points.txt raises
-            origin = Origin(str(dist.name), str(dist.version), "entry_points.txt")
-            broken.append(_broken(str(dist.name), origin, error))
+            origin = _origin(dist, "entry_points.txt")
+            broken.append(_broken(origin.distribution, origin, error))
 
 
-def _origin(point: EntryPoint) -> Origin:
-    module = printable(point.value, ERROR_LENGTH)
+def _origin(dist: Any, module: str) -> Origin:
     try:
-        name, version = canonicalize_name(point.dist.name), str(point.dist.version or "?")
+        name, version = canonicalize_name(dist.name), str(dist.version or "?")
     except Exception:  # no distribution, or its METADATA is lost or no text, as loading says
-        return Origin("unknown", "?", module)
-    return Origin(printable(name), printable(version), module)
+        name, version = "unknown", "?"
+    return Origin(printable(name), printable(version), printable(module, ERROR_LENGTH))
 
 
 def _broken(name: str, origin: Origin, error: BaseException) -> BrokenPlugin:

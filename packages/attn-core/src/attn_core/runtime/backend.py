@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -64,9 +64,12 @@ class AttentionBackend(Backend):
     LSE natural log, float32 [T, Hq], sinks included. Absorbed MLA: q [T, H, 576], k [T, 1, 576],
     v None. Sparse MLA: topk_indices int32 [T, K], a query's token slots, each once, then -1; None =
     all. Dual chunk attention: q [T, 3 or 5, Hq, D], the queries that AttentionLayer names, and k
-    rotated to its place in its chunk. `out`, if passed, is filled and returned. A row that has
-    fused_kv_write writes k and v into the view's slots; without slots, the engine has written them.
+    rotated to its place in its chunk. `out`, if passed, is filled and returned; it has q's dtype,
+    or any with `casts_output`. A row that has fused_kv_write writes k and v into the view's slots;
+    without slots, the engine has written them.
     """
+
+    casts_output: ClassVar[bool] = False  # whether it rounds once, to the dtype of any `out`
 
     def index_topk(
         self, q_index: Tensor, weights: Tensor, layer: AttentionLayer, cache: LayerCache,
@@ -227,10 +230,10 @@ def create_backend(
     module, _, attribute = create.partition(":")
     base = AttentionBackend if family == "softmax" else LinearAttentionBackend
     try:
-        backend = getattr(importlib.import_module(module), attribute)(config)
+        backend = getattr(_imported(module), attribute)(config)
     except AttnError:
         raise
-    except (Exception, SystemExit) as error:  # a plugin's code: keep its error, name its owner
+    except Exception as error:  # a plugin's code: keep its error, name its owner
         raise BackendError(
             f"{spec.name} ({create}) cannot be created: {type(error).__name__}: {error}"
         ) from error
@@ -251,3 +254,10 @@ def _attends(backend: type[AttentionBackend]) -> bool:
         return getattr(backend, name) is not getattr(AttentionBackend, name)
 
     return overrides("forward") or (overrides("forward_extend") and overrides("forward_decode"))
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except SystemExit as error:  # in a constructor it may be that of a signal's handler
+        raise ImportError(f"SystemExit: {error}") from error

@@ -164,7 +164,8 @@ class HybridDispatcher(Planner):
                 refuse_layer(config, layer)
             check_pass(q, k, v, layer, batch, out)
             trained = any(x.requires_grad for x in tensors)
-            q, dense = readable(q), None if out is None else fillable(out, q.dtype)
+            q, written = readable(q), None if route.backend.casts_output else q.dtype
+            dense = fillable(out, written)
             if k is not None:
                 k, v = readable(k), None if v is None else readable(v)
                 slots = batch.views[layer.view].out_cache_loc
@@ -226,7 +227,8 @@ class HybridDispatcher(Planner):
         first = (role, layer.layer_id, return_lse) not in self._ragged
         if first:
             refuse_layer(backend.config, layer)
-        q, k, v, dense = readable(q), readable(k), readable(v), fillable(out, q.dtype)
+        q, k, v = readable(q), readable(k), readable(v)
+        dense = fillable(out, None if backend.casts_output else q.dtype)
         with backend_errors(backend.config, "forward_ragged", layer=layer):
             result = backend.forward_ragged(
                 q, k, v, layer, *lengths, causal=causal, out=dense, return_lse=return_lse

@@ -189,7 +189,7 @@ class LinearRoutes:
             refuse_gradients(out, q)
         if self.check_values:
             check_values(k, g, beta, layer)
-        state, dense = self.states.layer(layer.layer_id), fillable(out, q.dtype)
+        state, dense = self.states.layer(layer.layer_id), fillable(out)
         inputs = [readable(x) for x in (q, k, v, g, beta)]
         if len(parts) > 1 and dense is None:
             dense = q.new_empty(q.shape[0], layer.num_v_heads, layer.head_v_dim)

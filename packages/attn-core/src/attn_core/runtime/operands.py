@@ -139,10 +139,11 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def fillable(out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def fillable(out: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return `out` [T, H, D], or a dense tensor to fill in its place.
 
-    dtype: that of the queries, in which kernels write; some would do so into memory of another.
+    dtype: the one that a backend writes, None for any. Some kernels would write the numbers of that
+    dtype into the memory of another one.
     Kernels store 16 bytes at a time. torch also calls a tensor contiguous that begins between two
     such places, or that has any stride in a dimension of size 1, which kernels refuse.
     """
@@ -150,7 +151,7 @@ def fillable(out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None
     _, heads, dim = out.shape
     dense = out.stride() == (heads * dim, dim, 1) and not out.data_ptr() % 16
-    if dense and out.dtype == dtype:
+    if dense and dtype in (None, out.dtype):
         return out
     return torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
 

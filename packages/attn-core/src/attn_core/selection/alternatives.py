@@ -83,7 +83,7 @@ def _admissible(selection: Selection, v: Verdict, chosen: Verdict) -> bool:
         and v.spec.creator(row) is not None
         and (row.absorbed, row.fused_kv_write) == (own.absorbed, own.fused_kv_write)
         and selection.layout in row.layouts
-        and takes_page(row, selection.page_size or 1)
+        and takes_page(replace(row, layouts={selection.layout}), selection.page_size or 1)
         and _demands_no_more(row, own, rows)
     )
 

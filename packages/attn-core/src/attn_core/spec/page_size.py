@@ -23,7 +23,7 @@ def takes_page(row: Capabilities, page_size: int) -> bool:
 def sharing(rows: Iterable[Capabilities]) -> tuple[Capabilities, ...]:
     """Return rows over one cache, each with the layouts that all of them take."""
     rows = tuple(rows)
-    layouts = frozenset.intersection(*(frozenset(row.layouts) for row in rows))
+    layouts = frozenset.intersection(*(frozenset(x.layouts) for x in rows)) if rows else frozenset()
     return tuple(row if row.layouts == layouts else replace(row, layouts=layouts) for row in rows)
 
 

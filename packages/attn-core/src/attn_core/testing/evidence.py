@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import platform
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from attn_core.plugins.dependencies import alternatives
+from attn_core.plugins.dependencies import alternatives, version_of
 from attn_core.spec.capabilities import BackendSpec
 from attn_core.spec.device import Device
 from attn_core.testing.runner import CellReport, Report
@@ -70,10 +69,5 @@ def versions(spec: BackendSpec, extra: Iterable[str] = ()) -> dict[str, Any]:
     """Return the versions of Python, attn-core, torch, what the rows require, and `more`."""
     groups = {g for row in spec.capabilities for g in row.requires}
     names = {"attn-core", "torch", *extra, *(w.name for g in groups for w in alternatives(g))}
-    versions_here = {"python": platform.python_version()}
-    for name in sorted(names):
-        try:
-            versions_here[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions_here
+    found = {name: version for name in sorted(names) if (version := version_of(name))}
+    return {"python": platform.python_version(), **found}

@@ -40,6 +40,8 @@ class TorchNative(AttentionBackend):
     may share an instance, concurrent streams of one thread may not.
     """
 
+    casts_output = True
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         for layer in config.layers:
@@ -58,13 +60,8 @@ class TorchNative(AttentionBackend):
         query_lens = batch.query_lens_host
         if query_lens is None:
             query_lens = tuple(batch.cu_seqlens_q.diff().tolist())
-        verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-        planner = Planner(
-            query_lens,
-            self._dtype,
-            device,
-            batch.spec if verify else None,
-        )
+        spec = batch.spec if batch.forward_mode is ForwardMode.TARGET_VERIFY else None
+        planner = Planner(query_lens, self._dtype, device, spec)
         key_lens: dict[str, Sequence[int]] = {}
         for name, view in batch.views.items():
             host_lens = view.seq_lens_host

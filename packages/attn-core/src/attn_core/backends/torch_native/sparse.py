@@ -34,6 +34,8 @@ class SparsePlan:
 class TorchNativeSparse(AttentionBackend):
     """Sparse MLA: one request after the other is scored, some queries at a time are attended."""
 
+    casts_output = True
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._dense = TorchNative(config)

@@ -42,6 +42,8 @@ class Triton(AttentionBackend):
     LSE that nobody reads are shared.
     """
 
+    casts_output = True
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         for layer in config.layers:
@@ -152,14 +154,14 @@ class Triton(AttentionBackend):
         if schedule is None:
             refuse_unplanned(layer, metadata)
         inputs, lse = schedule.inputs, schedule.unread_lse
-        split = schedule.split
-        if inputs.batch is not batch and split is not None and split.cuts.sharing is not None:
-            # its groups are those of other pages
-            schedule = self._scheduler.plan(layer.group, batch, None)
-            inputs, lse = schedule.inputs, schedule.unread_lse
-        elif inputs.batch is not batch:  # planned for another with the same lengths
+        if inputs.batch is not batch:  # planned for another with the same lengths
             inputs = Pass.of(layer.group, batch)
-            if schedule.chunk:
+            split, table = schedule.split, schedule.inputs.requests.page_table
+            shares = split is not None and split.cuts.sharing is not None
+            if shares and inputs.requests.page_table is not table:  # its groups share other pages
+                schedule = self._scheduler.plan(layer.group, batch, None)
+                inputs = schedule.inputs
+            elif schedule.chunk:
                 pages = -(-schedule.longest // self.config.page_size)
                 inputs = in_chunks(inputs, schedule.chunk, pages)
         if return_lse or inputs is not schedule.inputs:

@@ -138,12 +138,6 @@ def adopt(cache: Any, memory: PagedCache, config: Any) -> Sequences:
             f"a {type(cache).__name__}{', offloaded' * getattr(cache, 'offloading', False)} "
             "(supports DynamicCache); leave past_key_values and cache_implementation out"
         )
-    first = memory.layers[0].layer_id
-    if 0 < len(layers) <= first:  # transformers keeps the length of a cache in such a layer
-        raise UnsupportedError(
-            f"a cache of the first {len(layers)} layers, which have states alone; the first one "
-            f"with keys and values is {first}: set assistant_early_exit to {first + 1} or more"
-        )
     if cache.get_seq_length():
         raise UnsupportedError(
             f"this cache holds {cache.get_seq_length()} tokens that were computed without "

@@ -98,7 +98,7 @@ def enable(
         )
     else:
         selection = picking(selection, adaptive)
-    dtype = DTYPES.get(model.dtype, str(model.dtype))  # the cache refuses one of no selection
+    dtype = DTYPES.get(model.dtype, str(model.dtype))  # the cache refuses what was not selected
     memory = PagedCache(
         attention, selection, registry, dtype=dtype, device=model.device, num_pages=num_pages
     )

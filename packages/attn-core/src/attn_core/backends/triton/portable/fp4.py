@@ -30,8 +30,8 @@ def load_fp4(
     """Load FP4 columns FIRST to FIRST + WIDTH times 2**-14, each fourth one in one tile.
 
     Returns four tiles [N, WIDTH / 4] in the dtype `like`: no number has to move to another thread.
-    offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0, or
-    those of a latent whose values end inside a block of 16. FP4 is e2m1, low nibble first, with one
+    offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0, but
+    for those up to the next multiple of 4. FP4 is e2m1, low nibble first, with one
     e4m3 scale per 16 columns. Both numbers and the product are exact in fp16: times 2**-14 it is a
     multiple of its smallest number.
     """

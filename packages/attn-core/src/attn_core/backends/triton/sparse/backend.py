@@ -35,6 +35,8 @@ class TritonSparse(AttentionBackend):
     A plan is not safe for concurrent streams: the layers of its pass share their scratch.
     """
 
+    casts_output = True
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._dense = Triton(config)
