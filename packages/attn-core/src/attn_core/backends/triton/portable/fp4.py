@@ -31,9 +31,9 @@ def load_fp4(
 
     Returns four tiles [N, WIDTH / 4] in the dtype `like`: no number has to move to another thread.
     offsets, block_at: int [N], where each key and its scales begin. Columns from D on are 0, but
-    for those up to the next multiple of 4. FP4 is e2m1, low nibble first, with one
-    e4m3 scale per 16 columns. Both numbers and the product are exact in fp16: times 2**-14 it is a
-    multiple of its smallest number.
+    for those up to the next multiple of 4. FP4 is e2m1, low nibble first, with one e4m3 scale per
+    16 columns. Both numbers and the product are exact in fp16: times 2**-14 it is a multiple of its
+    smallest number.
     """
     WORDS: tl.constexpr = WIDTH // 4
     PAIRS: tl.constexpr = max(1, WIDTH // 32)
