@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping
@@ -124,17 +125,19 @@ def shortfall(group: str, libraries: Libraries) -> str | None:
 
 
 def version_of(name: str) -> str | None:
-    """Return the installed version of a distribution; None if there is none that can be read.
-
-    A removal may leave a folder without METADATA, also beside that of another version.
-    """
-    for distribution in importlib.metadata.distributions(name=name):
-        try:
-            version: str | None = distribution.version
-        except Exception:  # its METADATA is no text
-            continue
-        if version:
+    """Return the installed version of a distribution; None if there is none that can be read."""
+    try:
+        if version := importlib.metadata.version(name):
             return version
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        pass
+    # a removal may leave a folder without METADATA, also in front of that of another version
+    for distribution in importlib.metadata.distributions(name=name):
+        with contextlib.suppress(UnicodeDecodeError):
+            if version := distribution.version:
+                return version
     return None
 
 
@@ -144,7 +147,10 @@ def installed(groups: Iterable[str]) -> dict[str, str | None]:
     Of torch it is the build, such as 2.11.0+cu130.
     """
     names = {canonicalize_name(w.name) for group in groups for w in alternatives(group)}
-    versions = {name: version for name in names if (version := version_of(name))}
+    versions: dict[str, str | None] = {}
+    for name in names:
+        if version := version_of(name):
+            versions[name] = version
     build = torch_build().get("version") if "torch" in names else None
     return {**versions, "torch": build} if build else versions
 

@@ -212,7 +212,7 @@ def _points_one_by_one(broken: list[BrokenPlugin]) -> Iterator[EntryPoint]:
 
 def _origin(dist: Any, module: str) -> Origin:
     try:
-        name, version = canonicalize_name(dist.name), str(dist.version or "?")
+        name, version = str(canonicalize_name(dist.name)), str(dist.version or "?")
     except Exception:  # no distribution, or its METADATA is lost or no text, as loading says
         name, version = "unknown", "?"
     return Origin(printable(name), printable(version), printable(module, ERROR_LENGTH))
