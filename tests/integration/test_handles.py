@@ -91,7 +91,7 @@ def test_a_model_that_was_converted_since_is_refused() -> None:
         assert engine.num_held == 0
 
 
-def test_a_selection_for_another_dtype_is_refused_whatever_the_models_is() -> None:
+def test_a_selection_for_another_dtype_than_the_models_is_refused() -> None:
     model = tiny("llama")
     selection = select_for(model.config.to_dict(), dtype=model.dtype, device=model.device)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float64, "torch.float64")):

@@ -80,8 +80,8 @@ def test_a_stride_that_torch_calls_contiguous_is_made_dense(shape, strides):
     assert x.is_contiguous()
     assert torch.equal(readable(x), x)
     assert readable(x).stride(-1) == 1
-    assert fillable(x, x.dtype).shape == x.shape
-    assert fillable(x, x.dtype).stride(-1) == 1
+    assert fillable(x).shape == x.shape
+    assert fillable(x).stride(-1) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_kernels_store_16_bytes_at_a_time_into_what_is_handed_on(shape, strides,
     """torch calls these contiguous; kernels of vendors refuse them, or fault at the address."""
     out = torch.zeros(64).as_strided(shape, strides, start)
     assert out.is_contiguous()
-    filled = fillable(out, out.dtype)
+    filled = fillable(out)
     assert filled.stride() == (shape[1] * shape[2], shape[2], 1)
     assert not filled.data_ptr() % 16
 

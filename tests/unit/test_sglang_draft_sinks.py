@@ -57,8 +57,8 @@ def test_a_step_takes_the_sinks_of_the_call(draft_trees):
     module = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, v_head_dim=DIM, qk_head_dim=DIM)
     step = draft_trees.TreeStep(own, TOPK)
     q = torch.randn(TOPK, HEADS * DIM)
-    for given in (sinks.detach(), torch.ones(HEADS)):  # the same memory, then other numbers
-        out = step.forward_decode(q, None, None, module, None, sinks=given)
-        torch.testing.assert_close(out, q + given.repeat_interleave(DIM))
-        assert called[-1].sinks.data_ptr() == given.data_ptr()
+    for values in (sinks.detach(), torch.ones(HEADS)):  # the same memory, then other numbers
+        out = step.forward_decode(q, None, None, module, None, sinks=values)
+        torch.testing.assert_close(out, q + values.repeat_interleave(DIM))
+        assert called[-1].sinks.data_ptr() == values.data_ptr()
         assert own.layers[0] is called[-1]

@@ -164,8 +164,8 @@ class HybridDispatcher(Planner):
                 refuse_layer(config, layer)
             check_pass(q, k, v, layer, batch, out)
             trained = any(x.requires_grad for x in tensors)
-            q, written = readable(q), None if route.backend.casts_output else q.dtype
-            dense = fillable(out, written)
+            q = readable(q)
+            dense = fillable(out, None if route.backend.casts_output else q.dtype)
             if k is not None:
                 k, v = readable(k), None if v is None else readable(v)
                 slots = batch.views[layer.view].out_cache_loc

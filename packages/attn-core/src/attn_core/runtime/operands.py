@@ -142,8 +142,8 @@ def readable(x: Tensor) -> Tensor:
 def fillable(out: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return `out` [T, H, D], or a dense tensor to fill in its place.
 
-    dtype: the one that a backend writes, None for any. Some kernels would write the numbers of that
-    dtype into the memory of another one.
+    dtype: the one that a backend writes, None for any. Some kernels would write their own dtype
+    into the memory of another.
     Kernels store 16 bytes at a time. torch also calls a tensor contiguous that begins between two
     such places, or that has any stride in a dimension of size 1, which kernels refuse.
     """
